@@ -1,0 +1,129 @@
+"""Settings of the runtime's rooms, as plain dataclasses. Hydra builds them at the door; behind it nobody knows hydra.
+
+Ranges are checked when an object is made, so a dataclass that exists is valid. Not frozen: omegaconf would make nested
+ones read-only. Paths that are None are derived from `state_dir` by `runtime.models.home`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runtime.errors import ConfigError
+
+
+class Dtype(Enum):
+    AUTO = "auto"  # float32 on CPU, bfloat16 on CUDA
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class DrafterKind(Enum):
+    AUTO = "auto"  # the registry's active version, else the embedded drafter of the model, else ngram
+    EAGLE3 = "eagle3"  # the checkpoint directory named by drafter.path
+    NGRAM = "ngram"
+    NONE = "none"
+
+
+def require(condition: bool, setting: str, value: object, expected: str) -> None:
+    """Refuse a setting with one sentence that names it, its value and what it may be."""
+    if not condition:
+        raise ConfigError(f"{setting} is {value!r}; it must be {expected}.")
+
+
+@dataclass
+class ModelConfig:
+    name: str = "smollm2-135m"  # a name of ours, a local Hugging Face directory, or a hub id
+    dtype: Dtype = Dtype.AUTO
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+
+    def __post_init__(self) -> None:
+        require(bool(self.name.strip()), "model.name", self.name, "a model name, a directory or a hub id")
+
+
+@dataclass
+class BackendConfig:
+    name: str = "transformers"
+    num_threads: int | None = None  # CPU threads of the forward; None: torch's own choice
+
+    def __post_init__(self) -> None:
+        require(self.num_threads is None or self.num_threads >= 1, "backend.num_threads", self.num_threads, "at least 1")
+
+
+@dataclass
+class DrafterConfig:
+    kind: DrafterKind = DrafterKind.AUTO
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        needs_path = self.kind is DrafterKind.EAGLE3
+        require(
+            not needs_path or bool(self.path), "drafter.path", self.path, "an EAGLE3 checkpoint directory with drafter=eagle3"
+        )
+        require(needs_path or self.path is None, "drafter.path", self.path, "unset unless drafter=eagle3")
+
+
+@dataclass
+class SpeculationConfig:
+    max_draft_tokens: int = 5  # chain length; 0 decodes plainly
+
+    def __post_init__(self) -> None:
+        ok = 0 <= self.max_draft_tokens <= 64
+        require(ok, "speculation.max_draft_tokens", self.max_draft_tokens, "between 0 and 64")
+
+
+@dataclass
+class SessionsConfig:
+    max_sessions: int = 256
+    ttl_s: float = 3600.0
+    max_batch_sessions: int = 16  # sessions in one forward
+    prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace
+    kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
+
+    def __post_init__(self) -> None:
+        require(self.max_sessions >= 1, "sessions.max_sessions", self.max_sessions, "at least 1")
+        require(self.ttl_s > 0, "sessions.ttl_s", self.ttl_s, "more than 0 seconds")
+        require(self.max_batch_sessions >= 1, "sessions.max_batch_sessions", self.max_batch_sessions, "at least 1")
+        ok = self.prefill_chunk_tokens >= 16
+        require(ok, "sessions.prefill_chunk_tokens", self.prefill_chunk_tokens, "at least 16")
+        require(self.kv_budget_mib >= 16, "sessions.kv_budget_mib", self.kv_budget_mib, "at least 16")
+
+
+@dataclass
+class CaptureConfig:
+    enabled: bool = True
+    sampling_rate: float = 1.0  # fraction of turns kept
+    min_generated_tokens: int = 8  # shorter turns teach nothing
+    max_row_tokens: int = 2048
+    heldout_fraction: float = 0.125  # of rows, set aside for the gate
+    heldout_max_rows: int = 256
+    queue_max_rows: int = 64  # rows waiting for the writer; beyond it the tap sheds
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.sampling_rate <= 1.0, "capture.sampling_rate", self.sampling_rate, "between 0 and 1")
+        ok = self.min_generated_tokens >= 1
+        require(ok, "capture.min_generated_tokens", self.min_generated_tokens, "at least 1")
+        require(self.max_row_tokens >= 16, "capture.max_row_tokens", self.max_row_tokens, "at least 16")
+        ok = 0.0 <= self.heldout_fraction <= 0.5
+        require(ok, "capture.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
+        require(self.heldout_max_rows >= 0, "capture.heldout_max_rows", self.heldout_max_rows, "0 or more")
+        require(self.queue_max_rows >= 1, "capture.queue_max_rows", self.queue_max_rows, "at least 1")
+
+
+@dataclass
+class FeaturesConfig:
+    root: str | None = None  # directory of rows and ledger; None: <state_dir>/features
+    budget_mib: int = 4096  # rows beyond it are shed
+
+    def __post_init__(self) -> None:
+        require(self.budget_mib >= 1, "features.budget_mib", self.budget_mib, "at least 1")
+
+
+@dataclass
+class RegistryConfig:
+    root: str | None = None  # directory of drafter versions; None: <state_dir>/registry
+    poll_s: float = 0.5  # how often the server looks for new versions
+    auto_activate: bool = True  # a validated version goes live by itself
+
+    def __post_init__(self) -> None:
+        require(self.poll_s > 0, "registry.poll_s", self.poll_s, "more than 0 seconds")

@@ -1,0 +1,107 @@
+"""`Engine`: sessions in, token events out, drafters swapped underneath. What servers and trainers talk to.
+
+Every method may be called from any thread. `generate` returns at once; its events arrive on the engine's thread through
+`on_event`, which must not block. Errors of the call itself are raised; errors after that arrive as one Failed event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from runtime.backends.base import TargetInfo
+from runtime.drafters.base import Drafter
+from runtime.types import Event, SamplingParams, SessionInfo, SessionOptions, SpeculationStats
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class AppendResult:
+    history_length: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since start and gauges of now. Counts only; ratios are for whoever displays them."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_sessions: int = 0
+    num_evicted: dict[str, int] = field(default_factory=dict)  # by reason
+    kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_target_forwards: int = 0
+    speculation: dict[str, SpeculationStats] = field(default_factory=dict)  # by drafter version
+    drafter_version: str = ""
+    num_swaps: int = 0
+    last_swap_s: float = 0.0
+
+
+class Generation(Protocol):
+    """A handle to a running generation."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def cancel(self) -> None:
+        """Stop after at most one more forward; the session keeps what was committed. Idempotent. Ends in Done(cancelled)."""
+        ...
+
+
+class Engine(Protocol):
+    @property
+    def info(self) -> TargetInfo: ...
+
+    @property
+    def drafter_version(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        """Fail what runs with EngineUnavailable, free everything, join the thread."""
+        ...
+
+    def create_session(self, options: SessionOptions | None = None, request_id: str | None = None) -> SessionInfo:
+        """A new empty session. The same non-empty request_id returns the session it created before."""
+        ...
+
+    def append(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        expected_history_length: int | None = None,
+        request_id: str | None = None,
+    ) -> AppendResult:
+        """Append to the history; all or nothing, checked before anything changes."""
+        ...
+
+    def generate(
+        self,
+        session_id: str,
+        params: SamplingParams,
+        *,
+        on_event: OnEvent,
+        expected_history_length: int | None = None,
+        request_id: str | None = None,
+    ) -> Generation: ...
+
+    def close_session(self, session_id: str) -> None:
+        """Close; a running generation is cancelled first (its stream ends with Done(cancelled))."""
+        ...
+
+    def get_session(self, session_id: str) -> SessionInfo: ...
+
+    def list_sessions(self) -> list[SessionInfo]: ...
+
+    def swap_drafter(self, drafter: Drafter) -> float:
+        """Make this the drafter at the next step boundary; returns the seconds that the switch held the loop."""
+        ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,98 @@
+"""The exception tree. Each message says what was wrong, the value, and what to do; each class is also the stdlib's nearest type.
+
+::
+
+    SlipstreamError
+    |- InvalidRequest (ValueError)         a request that can never work; `param` names the field
+    |  '- ContextLengthExceeded            prompt + max_tokens do not fit the model's context
+    |- SessionNotFound (KeyError)          `reason`: UNKNOWN, CLOSED, EVICTED_TTL, EVICTED_LRU
+    |- SessionBusy (RuntimeError)          one operation per session at a time
+    |- HistoryMismatch (RuntimeError)      expected_history_length differs from the session's
+    |- CapacityExhausted (RuntimeError)    come back after `retry_after_s`
+    |- EngineUnavailable (RuntimeError)    the engine is stopping, or failed
+    |- ConfigError (ValueError)            a setting that cannot be taken
+    |- ModelError (ValueError)             a model that cannot be found, read or used
+    |- DrafterRejected (ValueError)        a drafter that must not be served; `reason` is a RejectReason value
+    '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Root of the tree. `reason` is the stable machine-readable code that travels in gRPC ErrorInfo and HTTP `code`."""
+
+    reason = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(SlipstreamError, ValueError):
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class SessionNotFound(SlipstreamError, KeyError):
+    def __init__(self, session_id: str, reason: str) -> None:
+        super().__init__(f"Session {session_id!r} is not here ({reason}). Create a session and append its history again.")
+        self.session_id = session_id
+        self.reason = reason
+
+
+class SessionBusy(SlipstreamError, RuntimeError):
+    reason = "SESSION_BUSY"
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"Session {session_id!r} is generating; wait for it to finish, or cancel it.")
+        self.session_id = session_id
+
+
+class HistoryMismatch(SlipstreamError, RuntimeError):
+    reason = "HISTORY_MISMATCH"
+
+    def __init__(self, expected: int, actual: int) -> None:
+        super().__init__(f"expected_history_length is {expected}, but the session holds {actual} tokens. Read it and retry.")
+        self.expected = expected
+        self.actual = actual
+
+
+class CapacityExhausted(SlipstreamError, RuntimeError):
+    reason = "CAPACITY_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineUnavailable(SlipstreamError, RuntimeError):
+    reason = "ENGINE_UNAVAILABLE"
+
+
+class ConfigError(SlipstreamError, ValueError):
+    reason = "CONFIG_ERROR"
+
+
+class ModelError(SlipstreamError, ValueError):
+    reason = "MODEL_ERROR"
+
+
+class DrafterRejected(SlipstreamError, ValueError):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class FeatureError(SlipstreamError, RuntimeError):
+    reason = "FEATURE_ERROR"

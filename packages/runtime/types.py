@@ -1,0 +1,213 @@
+"""The nouns of the runtime: what every room imports and none of them owns.
+
+Plain frozen dataclasses. Nothing here knows a model, a transport or a file. Symbols used in shape comments all over the
+repository: B batch, S sequence, H draft hidden size, Ht target hidden size, V target vocabulary, Vd draft vocabulary,
+n target decoder layers, p position, k drafting depth from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+from runtime.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+SEED_RANGE = (-(2**63), 2**63 - 1)
+
+
+class Switch(Enum):
+    """A three-way setting of a session: follow the server's default, or say it for this session."""
+
+    INHERIT = "inherit"
+    OFF = "off"
+    ON = "on"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one generation picks its tokens and when it ends. Ranges are checked by `check`, against a vocabulary."""
+
+    max_tokens: int | None = None  # None: as many as the context holds
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn at random
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the matched stop string in the text
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    speculate: bool = True
+    max_draft_tokens: int | None = None  # None: the server's setting
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the field, at the first value out of its range."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}.")
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        if self.top_k < 0:
+            raise InvalidRequest("top_k", f"top_k must be 0 (off) or more, got {self.top_k}.")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        if self.seed is not None and not SEED_RANGE[0] <= self.seed <= SEED_RANGE[1]:
+            raise InvalidRequest("seed", f"seed must fit a signed 64-bit integer, got {self.seed}.")
+        for token_id, bias in self.logit_bias.items():
+            check_token_ids([token_id], vocab_size, param="logit_bias")
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        check_token_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest("stop", f"At most {MAX_STOP_STRINGS} stop strings are taken, got {len(self.stop)}.")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop", "A stop string must not be empty.")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest("top_logprobs", f"top_logprobs must lie in 0..{MAX_TOP_LOGPROBS}, got {self.top_logprobs}.")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs to be true.")
+        if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens <= 64:
+            raise InvalidRequest("max_draft_tokens", f"max_draft_tokens must lie in 0..64, got {self.max_draft_tokens}.")
+
+
+def _check_range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(name, f"{name} must lie in {bracket}{low:g}, {high:g}], got {value}.")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str = "token_ids") -> None:
+    """Raise InvalidRequest at the first id outside 0 <= id < vocab_size."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(param, f"{param}[{index}] is {token_id}; this model's ids run from 0 to {vocab_size - 1}.")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The target's own log-probability of one emitted token, with the most likely alternatives (raw logits, no processing)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens, never chunks."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: their K/V was there already
+
+
+@dataclass
+class SpeculationStats:
+    """Counts of one generation (or sums over many). Add the counts first and divide last."""
+
+    num_steps: int = 0  # verification forwards that produced tokens, speculative or not, the prefill's own token aside
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # [k]: steps whose draft k was accepted
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted draft tokens / verification steps; the bonus token counts. 1.0 before the first step."""
+        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verification step."""
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        for counts, upto in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
+            counts.extend([0] * (upto - len(counts)))
+            for k in range(upto):
+                counts[k] += 1
+
+
+# --- sessions ---
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a client may fix when it creates a session."""
+
+    client_label: str = ""
+    ttl_s: float | None = None  # None: the server's default
+    eos_token_ids: tuple[int, ...] | None = None  # None: the model's
+    stop_token_ids: tuple[int, ...] = ()
+    capture: Switch = Switch.INHERIT
+    speculate: bool = True
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # slice labels for the feature plane
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    session_id: str
+    state: Literal["idle", "generating"]
+    history_length: int
+    cached_tokens: int
+    options: SessionOptions
+    target_fingerprint: str
+    drafter_version: str
+    max_context_tokens: int
+    created_at: float  # Unix seconds
+    last_used_at: float
+
+
+# --- the events of one generation, in the order in which they may come: Started, Tokens*, then Done or Failed ---
+
+
+@dataclass(frozen=True)
+class Started:
+    request_id: str
+    session_id: str
+    drafter_version: str
+    target_fingerprint: str
+    history_length: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    token_ids: tuple[int, ...]
+    text: str  # what became safe to show: lags the ids while a character or a possible stop string is incomplete
+    logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
+    drafted: tuple[bool, ...]  # per token: came from an accepted draft
+
+
+@dataclass(frozen=True)
+class Done:
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    speculation: SpeculationStats
+    drafter_versions: tuple[str, ...]  # every version that drafted for it, in order of use
+    history_length: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: Exception
+
+
+Event = Started | Tokens | Done | Failed

@@ -7,18 +7,32 @@ ones read-only. Paths that are None are derived from `state_dir` by `runtime.mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, EnumMeta
+from typing import Any
 
 from runtime.errors import ConfigError
 
 
-class Dtype(Enum):
+class _ByValue(EnumMeta):
+    def __getitem__(cls, name: str) -> Any:
+        member: Enum
+        for member in cls:
+            if member.value == name:
+                return member
+        return super().__getitem__(name)
+
+
+class Choice(Enum, metaclass=_ByValue):
+    """An enum of a setting. Its members are found by value as well as by name, so that overrides are written in lower case."""
+
+
+class Dtype(Choice):
     AUTO = "auto"  # float32 on CPU, bfloat16 on CUDA
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
-class DrafterKind(Enum):
+class DrafterKind(Choice):
     AUTO = "auto"  # the registry's active version, else the embedded drafter of the model, else ngram
     EAGLE3 = "eagle3"  # the checkpoint directory named by drafter.path
     NGRAM = "ngram"

@@ -134,6 +134,10 @@ class SpeculationStats:
         """1 + accepted draft tokens / verification steps; the bonus token counts. 1.0 before the first step."""
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
 
+    def copy(self) -> SpeculationStats:
+        lists = list(self.accepted_per_position), list(self.drafted_per_position)
+        return SpeculationStats(self.num_steps, self.num_drafted, self.num_accepted, *lists)
+
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Count one verification step."""
         self.num_steps += 1

@@ -37,10 +37,10 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     num_target_forwards: int = 0
+    num_drafter_failures: int = 0  # steps that ran without drafts because the drafter raised
     speculation: dict[str, SpeculationStats] = field(default_factory=dict)  # by drafter version
     drafter_version: str = ""
     num_swaps: int = 0
-    last_swap_s: float = 0.0
 
 
 class Generation(Protocol):

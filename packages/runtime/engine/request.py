@@ -1,0 +1,179 @@
+"""One running generation: its sampling state, its text, its counts, and the rule that ends it.
+
+Tokens are taken one at a time, so that penalties, stops and the length limit see every accepted token in order: of a
+verified batch, nothing behind the first token that ends the turn exists.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import uuid
+from collections.abc import Sequence
+
+import torch
+
+from runtime.backends.base import TargetInfo
+from runtime.engine.base import OnEvent
+from runtime.models.tokenizer import Tokenizer
+from runtime.sessions.session import Session
+from runtime.speculation.accept import Verdict
+from runtime.speculation.sampling import Processor, token_logprobs
+from runtime.speculation.stops import StopMatcher
+from runtime.types import (
+    Done,
+    Event,
+    Failed,
+    FinishReason,
+    SamplingParams,
+    SpeculationStats,
+    Started,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Request:
+    """Implements `runtime.engine.base.Generation`. All methods but `cancel` belong to the engine's thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        params: SamplingParams,
+        max_tokens: int,
+        on_event: OnEvent,
+        request_id: str | None,
+        info: TargetInfo,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.session = session
+        self.params = params
+        self.max_tokens = max_tokens
+        self.num_prompt_tokens = len(session.history)
+        self.num_cached_tokens = 0  # set when it starts to run
+        self.num_emitted = 0
+        self.speculation = SpeculationStats()
+        self.drafter_versions: list[str] = []
+        self.is_started = False
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.matched_stop: str | int | None = None
+        self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device))
+        self.generator = torch.Generator().manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
+        self._request_id = request_id or uuid.uuid4().hex
+        self._on_event = on_event
+        self._cancelled = threading.Event()
+        self._is_finished = False
+        self._text = tokenizer.stream()
+        self._stops = StopMatcher(params.stop, params.include_stop)
+        eos_token_ids = info.eos_token_ids if session.options.eos_token_ids is None else session.options.eos_token_ids
+        self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids) | frozenset(session.options.stop_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self._request_id
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self._cancelled.is_set() or self.session.is_closed
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self._is_finished
+
+    @property
+    def num_remaining(self) -> int:
+        return self.max_tokens - self.num_emitted
+
+    def start(self, drafter_version: str, target_fingerprint: str) -> None:
+        self.is_started = True
+        self.num_cached_tokens = self.session.cached
+        length = len(self.session.history)
+        self.emit(Started(self._request_id, self.session.id, drafter_version, target_fingerprint, length))
+
+    def take(self, verdict: Verdict, logits: torch.Tensor) -> int:
+        """Take verified tokens until one ends the turn; returns how many became history. logits: [m+1, V], as verified."""
+        taken: list[int] = []
+        text = ""
+        for token_id in verdict.token_ids:
+            taken.append(token_id)
+            self.session.history.append(token_id)
+            self.processor.advance(token_id)
+            self.num_emitted += 1
+            text += self._read(token_id)
+            if self.finish_reason is not None:
+                break
+        if self.finish_reason is not None:
+            text += self._finish_text()
+        drafted = tuple(index < verdict.num_accepted for index in range(len(taken)))
+        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, taken), drafted))
+        return len(taken)
+
+    def _read(self, token_id: int) -> str:
+        """Text that became safe to show with this token; sets finish_reason if the token ends the turn."""
+        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+            self.finish_reason, self.matched_stop = "stop", token_id
+            if token_id in self._eos_token_ids or not self.params.include_stop:
+                return ""
+        text, matched = self._stops.push(self._text.push(token_id))
+        if matched is not None and self.finish_reason is None:
+            self.finish_reason, self.matched_stop = "stop", matched
+        if self.finish_reason is None and self.num_remaining == 0:
+            self.finish_reason = "length"
+        return text
+
+    def _finish_text(self) -> str:
+        """What was held back: an incomplete character, or what might have become a stop string and did not."""
+        if isinstance(self.matched_stop, str):
+            return ""
+        text, matched = self._stops.push(self._text.flush())
+        if matched is not None:
+            self.finish_reason, self.matched_stop = "stop", matched
+            return text
+        return text + self._stops.flush()
+
+    def _logprobs(self, logits: torch.Tensor, taken: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        if not self.params.logprobs:
+            return ()
+        return tuple(token_logprobs(logits[: len(taken)], taken, self.params.top_logprobs))
+
+    def note_drafter(self, version: str) -> None:
+        if version not in self.drafter_versions:
+            self.drafter_versions.append(version)
+
+    def finish(self) -> None:
+        """The turn is over, by its own end or because nobody wants it any more."""
+        self._is_finished = True
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+            if held := self._finish_text():
+                self.emit(Tokens((), held, (), ()))
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def report(self) -> None:
+        """The last event. The session is idle again by now."""
+        if self.error is not None:
+            self.emit(Failed(self.error))
+            return
+        assert self.finish_reason is not None
+        usage = Usage(self.num_prompt_tokens, self.num_emitted, self.num_cached_tokens)
+        versions, length = tuple(self.drafter_versions), len(self.session.history)
+        self.emit(Done(self.finish_reason, self.matched_stop, usage, self.speculation, versions, length))
+
+    def emit(self, event: Event) -> None:
+        """A listener that raises loses its generation, not the engine."""
+        try:
+            self._on_event(event)
+        except Exception:
+            log.exception("The listener of generation %s raised; the generation is cancelled.", self._request_id)
+            self.cancel()

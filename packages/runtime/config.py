@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, EnumMeta
-from typing import Any
+from typing import Any, cast
 
 from runtime.errors import ConfigError
 
 
 class _ByValue(EnumMeta):
     def __getitem__(cls, name: str) -> Any:
-        member: Enum
-        for member in cls:
-            if member.value == name:
-                return member
-        return super().__getitem__(name)
+        by_value = {member.value: member for member in cast("type[Enum]", cls)}
+        return by_value[name] if name in by_value else super().__getitem__(name)
 
 
 class Choice(Enum, metaclass=_ByValue):

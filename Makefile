@@ -1,0 +1,50 @@
+# The few commands of this repository, the same for a person and for CI. Each makes .venv once and installs into it once.
+#
+#   make demo     the closed loop on this machine, ending in demo/report.md     make test    the whole test suite
+#   make serve    the server alone; ARGS="model=tiny server.http_port=0"        make check   lint, types, layout, stubs
+#   make train    the trainer alone; ARGS="state_dir=DIR"                       make proto   regenerate the gRPC stubs
+#   make clean    remove what these commands made
+#
+# PYTHON=python3.12 picks the interpreter. TORCH_INDEX=URL adds a package index for torch: on Linux x86-64 give that of the
+# CPU builds, as the default one carries CUDA builds there, which work but are large.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: demo serve train test check proto clean
+.DEFAULT_GOAL := test
+
+$(INSTALLED): pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[dev]"
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python benchmarks/demo.py $(if $(FROM),--from $(FROM)) $(ARGS)
+
+serve: $(INSTALLED)
+	$(BIN)/python -m serving $(ARGS)
+
+train: $(INSTALLED)
+	$(BIN)/python -m training $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy packages
+	$(BIN)/python -m pytest -q tests/test_layout.py
+
+proto: $(INSTALLED)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=packages --pyi_out=packages --grpc_python_out=packages \
+		$$(find proto -name '*.proto' | sort)
+
+clean:
+	rm -rf $(VENV) build dist demo outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis packages/*.egg-info
+	find packages tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""From a resolved model directory to a `TransformersTarget`: device, dtype, weights, trial forward, packed layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from runtime.backends.base import TargetInfo
+from runtime.backends.transformers.probe import embedding_and_head, probe_model
+from runtime.backends.transformers.target import TransformersTarget
+from runtime.config import BackendConfig, Dtype, ModelConfig
+from runtime.errors import ConfigError, ModelError
+from runtime.hidden_states import default_aux_layer_ids
+
+if TYPE_CHECKING:
+    from runtime.models import ResolvedModel
+
+
+def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) -> TransformersTarget:
+    """Load the weights and make a target of them. ModelError for a directory or a model that cannot be used."""
+    if backend.num_threads is not None:
+        torch.set_num_threads(backend.num_threads)
+    device = choose_device(model.device)
+    dtype = choose_dtype(model.dtype, device)
+    return build(_read(resolved, dtype, device), name=resolved.name, fingerprint=resolved.fingerprint)
+
+
+def build(model: PreTrainedModel, *, name: str, fingerprint: str) -> TransformersTarget:
+    """A target of a model in memory, which becomes the target's own: its linear layers are packed in place."""
+    model.train(False)
+    model.requires_grad_(False)
+    shape = probe_model(model)
+    config = model.config.get_text_config()
+    _, lm_head = embedding_and_head(model)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    if not max_positions:
+        raise ModelError(f"The config of {name} does not say max_position_embeddings; add it to its config.json.")
+    info = TargetInfo(
+        name=name,
+        fingerprint=fingerprint,
+        vocab_size=lm_head.shape[0],
+        hidden_size=lm_head.shape[1],
+        num_layers=shape.num_layers,
+        max_positions=max_positions,
+        aux_layer_ids=default_aux_layer_ids(shape.num_layers),
+        eos_token_ids=eos_token_ids(model),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        device=str(shape.device),
+    )
+    return TransformersTarget(model, info, shape)
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of a setting; `auto` is CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<index>.") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<index>.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"model.device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu."
+        )
+    return chosen
+
+
+def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, where bfloat16 makes verifying m tokens cost m times one; bfloat16 on CUDA."""
+    if dtype is Dtype.AUTO:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """What ends a turn by the model's generation config and config, each an id, a list or absent."""
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or ())
+    return tuple(sorted(ids))
+
+
+def _read(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(resolved.path, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ModelError(f"The model in {resolved.path} cannot be loaded: {error}") from error
+    finally:
+        if shows_progress:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model.to(device)  # type: ignore[arg-type]
+    return model

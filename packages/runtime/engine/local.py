@@ -280,6 +280,9 @@ class LocalEngine:
             self._running.clear()
             self._waiting.clear()
             sessions = list(self._store)
+            errands, self._errands = self._errands, deque()
+        for errand in errands:
+            errand()
         for request in requests:
             request.session.end()
             request.fail(EngineUnavailable("The engine is shutting down; what was committed before is in the history."))

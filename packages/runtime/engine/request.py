@@ -7,7 +7,6 @@ verified batch, nothing behind the first token that ends the turn exists.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import uuid
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from runtime.engine.base import OnEvent
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
-from runtime.speculation.sampling import Processor, token_logprobs
+from runtime.speculation.sampling import Processor, new_generator, token_logprobs
 from runtime.speculation.stops import StopMatcher
 from runtime.types import (
     Done,
@@ -63,7 +62,7 @@ class Request:
         self.error: Exception | None = None
         self.matched_stop: str | int | None = None
         self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device))
-        self.generator = torch.Generator().manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
+        self.generator = new_generator(params.seed)
         self._request_id = request_id or uuid.uuid4().hex
         self._on_event = on_event
         self._cancelled = threading.Event()

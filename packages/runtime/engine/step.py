@@ -177,7 +177,7 @@ class Stepper:
         if work.is_last_chunk:
             try:
                 verdict = verify_chain(output.logits, work.draft, request.processor, request.generator)
-            except SlipstreamError as error:
+            except (SlipstreamError, ValueError) as error:  # unusable logits, or a draft outside its own distribution
                 request.fail(error)
                 return
             num_taken = request.take(verdict, output.logits)

@@ -26,6 +26,7 @@ from runtime.errors import ModelError
 from runtime.types import SamplingParams
 
 LOWEST_TEMPERATURE = 1e-30  # below it a division would overflow float32; already far beyond greedy
+FOLD = 0x9E3779B9  # odd, so that no upper bit of a seed is lost
 NUCLEUS_PROBE = 1024  # top_p looks at this many best tokens before it sorts a whole vocabulary
 
 
@@ -61,8 +62,8 @@ def new_generator(seed: int | None) -> torch.Generator:
     generator = torch.Generator()
     if seed is None:
         generator.seed()
-    else:
-        generator.manual_seed(seed)
+    else:  # the CPU generator looks at 32 bits only: fold the upper ones in
+        generator.manual_seed((seed ^ (seed >> 32) * FOLD) & 0xFFFFFFFF)
     return generator
 
 
@@ -150,7 +151,7 @@ def pick(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     never picked; each row must have some.
     """
     mass = weights.cumsum(dim=-1, dtype=torch.float64)  # [R, N]
-    total = mass[:, -1:]
+    total = mass[:, -1:].contiguous()
     draw = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).unsqueeze(-1) * total
     index = torch.searchsorted(mass, draw, right=True)  # the first whose mass exceeds the draw
     last = torch.searchsorted(mass, total)  # the last with weight: draw may have been rounded up to the total

@@ -14,6 +14,9 @@
     |- ModelError (ValueError)             a model that cannot be found, read or used
     |- DrafterRejected (ValueError)        a drafter that must not be served; `reason` is a RejectReason value
     '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
+       |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
+       |- FeatureBudgetExceeded            the store is full
+       '- LeaseLost                        rows that this run leased are not its own any more; `sample_ids` names them
 """
 
 from __future__ import annotations
@@ -96,3 +99,30 @@ class DrafterRejected(SlipstreamError, ValueError):
 
 class FeatureError(SlipstreamError, RuntimeError):
     reason = "FEATURE_ERROR"
+
+
+class FeatureNotFound(FeatureError, KeyError):
+    reason = "FEATURE_NOT_FOUND"
+
+
+class FeatureBudgetExceeded(FeatureError):
+    reason = "FEATURE_BUDGET_EXCEEDED"
+
+    def __init__(self, num_bytes: int, used_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"A row of {num_bytes} bytes does not fit: {used_bytes} of {budget_bytes} bytes are in use. "
+            "Delete rows that were trained, or raise features.budget_mib."
+        )
+        self.num_bytes = num_bytes
+
+
+class LeaseLost(FeatureError):
+    reason = "LEASE_LOST"
+
+    def __init__(self, run_id: str, sample_ids: list[str]) -> None:
+        shown = ", ".join(sample_ids[:3]) + (", ..." if len(sample_ids) > 3 else "")
+        super().__init__(
+            f"Run {run_id!r} does not lease {len(sample_ids)} of these rows any more ({shown}). Nothing was recorded; "
+            "go back to the latest checkpoint and lease again, with more frequent heartbeats or a longer time-out."
+        )
+        self.sample_ids = sample_ids

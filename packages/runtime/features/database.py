@@ -1,0 +1,103 @@
+"""One SQLite file shared by several processes: what the ledger and the store's index stand on.
+
+WAL mode, so readers never wait for a writer; a busy time-out, so writers queue. Within a process one connection serves all
+threads behind a lock: SQLite lets one writer through at a time anyway, and every statement here is short. A Database must
+not cross a fork, and WAL needs a local disk. Knows nothing of what the tables mean.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.errors import FeatureError
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 30.0
+
+
+class Database:
+    """`schema`: the statements that make an empty file usable, run once per file whoever comes first."""
+
+    def __init__(self, path: Path, schema: Sequence[str], *, synchronous: Literal["NORMAL", "FULL"]) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._explain(error) from error
+        self._close = weakref.finalize(self, self._connection.close)
+        try:
+            self._enter_wal()
+            self._connection.execute(f"PRAGMA synchronous={synchronous}")
+        except sqlite3.Error as error:
+            self.close()
+            raise self._explain(error) from error
+        self.is_new = self._create(schema)
+
+    def _enter_wal(self) -> None:
+        """Switch to WAL. SQLite does not wait by itself when two processes do this to a fresh file at once."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _create(self, schema: Sequence[str]) -> bool:
+        with self.transaction() as connection:
+            [(version,)] = connection.execute("PRAGMA user_version").fetchall()
+            if version not in (0, SCHEMA_VERSION):
+                raise FeatureError(
+                    f"{self.path} has layout version {version}, this program writes {SCHEMA_VERSION}. Use another features.root."
+                )
+            if version == 0:
+                for statement in schema:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            return bool(version == 0)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A write transaction: all or nothing. An SQLite error comes out as FeatureError, after the rollback."""
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._rollback()
+                raise self._explain(error) from error
+            except BaseException:
+                self._rollback()
+                raise
+
+    def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of one query, of one moment."""
+        with self._lock:
+            try:
+                return self._connection.execute(sql, parameters).fetchall()
+            except sqlite3.Error as error:
+                raise self._explain(error) from error
+
+    def close(self) -> None:
+        """Idempotent. Later calls raise FeatureError."""
+        with self._lock:
+            self._close()
+
+    def _rollback(self) -> None:
+        if self._close.alive and self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    def _explain(self, error: sqlite3.Error) -> FeatureError:
+        return FeatureError(f"{self.path} cannot be used: {error}. Check the disk, or point features.root elsewhere.")

@@ -1,0 +1,320 @@
+"""The ledger: what became of each training row. SQLite, shared by the server that commits rows and the trainers that lease.
+
+::
+
+    commit -> PENDING -> lease -> LEASED -> record_checkpoint -> DURABLE
+                 ^------- expired, failed once, recover ---'  '-> fail -> FAILED (attempts used up, features gone or damaged)
+    hold_out -> HELDOUT (never leased; a uniform reservoir of the stream)
+
+A row becomes durable in the same transaction that records the checkpoint which holds its effect. So a trainer killed at
+any instant loses no row, and no row counts twice in the weights that survive. Rows carry references only; what a feature
+store is, the ledger knows as the question `exists(ref)`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from runtime.errors import LeaseLost
+from runtime.features.database import Database
+from runtime.features.refs import SampleRef, refuse_tensors, unit_hash
+
+Split = Literal["train", "heldout"]
+
+
+class SampleState(StrEnum):
+    PENDING = "pending"
+    LEASED = "leased"
+    DURABLE = "durable"
+    FAILED = "failed"
+    HELDOUT = "heldout"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the trainer recorded; the files at `path` are the trainer's own."""
+
+    run_id: str
+    path: str
+    step: int
+    metrics: Mapping[str, float]
+    created_at: float  # Unix seconds
+
+
+_COUNT = "UPDATE counts SET num_rows = num_rows {} 1 WHERE state = {}.state"
+SCHEMA = (
+    """CREATE TABLE samples(
+        position INTEGER PRIMARY KEY AUTOINCREMENT, sample_id TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL,
+        num_bytes INTEGER NOT NULL, ref TEXT NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'durable', 'failed', 'heldout')),
+        has_features INTEGER NOT NULL DEFAULT 1, run_id TEXT, lease_expires_at REAL,
+        attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', heldout_rank REAL)""",
+    "CREATE INDEX samples_by_state ON samples(state, position)",
+    "CREATE INDEX samples_by_run ON samples(run_id, state, position)",
+    "CREATE INDEX samples_by_expiry ON samples(lease_expires_at) WHERE state = 'leased'",
+    "CREATE INDEX samples_by_rank ON samples(heldout_rank) WHERE state = 'heldout'",
+    "CREATE INDEX samples_to_replay ON samples(position) WHERE state = 'durable' AND has_features",
+    "CREATE TABLE counts(state TEXT PRIMARY KEY, num_rows INTEGER NOT NULL)",
+    "INSERT INTO counts VALUES ('pending', 0), ('leased', 0), ('durable', 0), ('failed', 0), ('heldout', 0)",
+    f"CREATE TRIGGER samples_in AFTER INSERT ON samples BEGIN {_COUNT.format('+', 'NEW')}; END",
+    f"CREATE TRIGGER samples_out AFTER DELETE ON samples BEGIN {_COUNT.format('-', 'OLD')}; END",
+    f"""CREATE TRIGGER samples_moved AFTER UPDATE OF state ON samples WHEN NEW.state <> OLD.state
+        BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
+    """CREATE TABLE checkpoints(checkpoint_id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT NOT NULL, path TEXT NOT NULL,
+        step INTEGER NOT NULL, metrics TEXT NOT NULL, created_at REAL NOT NULL)""",
+    "CREATE INDEX checkpoints_by_run ON checkpoints(run_id, checkpoint_id)",
+    "CREATE TABLE consumption(sample_id TEXT NOT NULL, checkpoint_id INTEGER NOT NULL, run_id TEXT NOT NULL)",
+    "CREATE INDEX consumption_by_run ON consumption(run_id, sample_id)",
+)
+_IDS = "(SELECT value FROM json_each(?))"
+
+
+class Ledger:
+    """Any number of threads and processes may use one file at once. Each method is one transaction."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        exists: Callable[[SampleRef], bool] = lambda ref: True,  # asked at lease time: are the features still there?
+        max_attempts: int = 5,  # leases that may expire or fail before the row is given up
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = Database(Path(path), SCHEMA, synchronous="FULL")
+        self._exists = exists
+        self._max_attempts = max_attempts
+        self._clock = clock
+
+    # --- the producer's side ---
+
+    def commit(self, ref: SampleRef, split: Split) -> bool:
+        """Enter a stored row. False if its sample_id is known; a newer generation then replaces the reference only."""
+        refuse_tensors(ref)
+        with self._database.transaction() as connection:
+            return _insert(connection, ref, SampleState.PENDING if split == "train" else SampleState.HELDOUT)
+
+    def hold_out(self, ref: SampleRef, max_rows: int) -> tuple[bool, list[SampleRef]]:
+        """Offer a stored row to the held-out reservoir: the max_rows rows whose ids hash lowest, so a uniform sample of all
+        that were ever offered, whatever their order. A row that does not get in is committed for training.
+
+        Returns whether the row is new, and the rows pushed out: they are forgotten, and the caller deletes their features.
+        """
+        refuse_tensors(ref)
+        with self._database.transaction() as connection:
+            is_new = _insert(connection, ref, SampleState.HELDOUT)
+            surplus = connection.execute(
+                "SELECT sample_id, ref FROM samples WHERE state = 'heldout' ORDER BY heldout_rank LIMIT -1 OFFSET ?", (max_rows,)
+            ).fetchall()
+            out = [row for row in surplus if row[0] != ref.sample_id]
+            connection.execute(f"DELETE FROM samples WHERE sample_id IN {_IDS}", (json.dumps([row[0] for row in out]),))
+            if len(out) < len(surplus) and is_new:
+                sql = "UPDATE samples SET state = 'pending', heldout_rank = NULL WHERE sample_id = ?"
+                connection.execute(sql, (ref.sample_id,))
+            return is_new, [SampleRef.from_json(row[1]) for row in out]
+
+    # --- the trainer's side ---
+
+    def lease(self, run_id: str, limit: int, timeout_s: float) -> list[SampleRef]:
+        """Up to `limit` pending rows, oldest first, for this run alone until the time-out; `heartbeat` extends it.
+
+        A row whose features are gone is failed here with a reason, and another one takes its place.
+        """
+        now = self._clock()
+        if not self._has_work(now):
+            return []
+        leased: list[SampleRef] = []
+        with self._database.transaction() as connection:
+            self._expire(connection, now)
+            while len(leased) < limit:
+                sql = "SELECT sample_id, ref FROM samples WHERE state = 'pending' ORDER BY position LIMIT ?"
+                rows = connection.execute(sql, (limit - len(leased),)).fetchall()
+                if not rows:
+                    break
+                for sample_id, text in rows:
+                    ref = SampleRef.from_json(text)
+                    if self._exists(ref):
+                        sql = """UPDATE samples SET state = 'leased', run_id = ?, lease_expires_at = ?, attempts = attempts + 1
+                            WHERE sample_id = ?"""
+                        connection.execute(sql, (run_id, now + timeout_s, sample_id))
+                        leased.append(ref)
+                    else:
+                        _give_up(connection, sample_id, f"its features ({ref.uri}) are gone or cut short")
+        return leased
+
+    def heartbeat(self, run_id: str, timeout_s: float) -> int:
+        """Extend all leases of this run to now + timeout_s; returns how many it still has."""
+        with self._database.transaction() as connection:
+            sql = "UPDATE samples SET lease_expires_at = ? WHERE run_id = ? AND state = 'leased'"
+            return connection.execute(sql, (self._clock() + timeout_s, run_id)).rowcount
+
+    def record_checkpoint(
+        self,
+        run_id: str,
+        path: str | Path,
+        step: int,
+        trained_sample_ids: Iterable[str],
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Checkpoint:
+        """Record a checkpoint whose files are already safe on disk, and make the rows in it durable: all or nothing.
+
+        LeaseLost, with their ids, if this run does not lease some of the rows any more: another run may be training on
+        them, so these weights must not survive. A lease past its time-out that nobody took back still counts.
+        """
+        sample_ids = list(dict.fromkeys(trained_sample_ids))
+        checkpoint = Checkpoint(run_id, str(path), step, dict(metrics or {}), self._clock())
+        encoded = json.dumps(sample_ids)
+        with self._database.transaction() as connection:
+            sql = f"SELECT sample_id FROM samples WHERE run_id = ? AND state = 'leased' AND sample_id IN {_IDS}"
+            mine = {sample_id for (sample_id,) in connection.execute(sql, (run_id, encoded))}
+            lost = [sample_id for sample_id in sample_ids if sample_id not in mine]
+            if lost:
+                raise LeaseLost(run_id, lost)
+            cursor = connection.execute(
+                "INSERT INTO checkpoints(run_id, path, step, metrics, created_at) VALUES (?, ?, ?, ?, ?)",
+                (run_id, checkpoint.path, step, json.dumps(dict(checkpoint.metrics)), checkpoint.created_at),
+            )
+            connection.execute(
+                f"UPDATE samples SET state = 'durable', lease_expires_at = NULL WHERE sample_id IN {_IDS}", (encoded,)
+            )
+            connection.execute(
+                "INSERT INTO consumption SELECT value, ?, ? FROM json_each(?)", (cursor.lastrowid, run_id, encoded)
+            )
+        return checkpoint
+
+    def latest_checkpoint(self, run_id: str) -> Checkpoint | None:
+        sql = """SELECT run_id, path, step, metrics, created_at FROM checkpoints WHERE run_id = ?
+            ORDER BY checkpoint_id DESC LIMIT 1"""
+        for run, path, step, metrics, created_at in self._database.read(sql, (run_id,)):
+            return Checkpoint(run, path, step, json.loads(metrics), created_at)
+        return None
+
+    def recover(self, run_id: str) -> int:
+        """Give the rows that this run leases, and that no checkpoint holds, back to the queue: at a restart, or at a stop.
+
+        They keep their attempts: a restart is not the row's fault.
+        """
+        with self._database.transaction() as connection:
+            sql = """UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, attempts = attempts - 1
+                WHERE run_id = ? AND state = 'leased'"""
+            return connection.execute(sql, (run_id,)).rowcount
+
+    def fail(self, sample_id: str, reason: str, retryable: bool) -> bool:
+        """A row could not be used. Retryable: back to the queue until its attempts are used up. Else it is FAILED for good.
+
+        A durable row stays durable and only loses its features. False if there is no such row, or it had failed before.
+        """
+        with self._database.transaction() as connection:
+            found = connection.execute("SELECT state, attempts FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+            if found is None or found[0] == SampleState.FAILED:
+                return False
+            state, attempts = found
+            if state == SampleState.DURABLE:
+                connection.execute("UPDATE samples SET has_features = 0, reason = ? WHERE sample_id = ?", (reason, sample_id))
+            elif not retryable or (state == SampleState.LEASED and attempts >= self._max_attempts):
+                _give_up(connection, sample_id, reason)
+            elif state == SampleState.LEASED:
+                sql = """UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, reason = ?
+                    WHERE sample_id = ?"""
+                connection.execute(sql, (reason, sample_id))
+            return True
+
+    # --- what is there ---
+
+    def heldout(self, limit: int) -> list[SampleRef]:
+        """Held-out rows, newest first. One may be pushed out of the reservoir before its features are read."""
+        sql = "SELECT ref FROM samples WHERE state = 'heldout' ORDER BY position DESC LIMIT ?"
+        return [SampleRef.from_json(text) for (text,) in self._database.read(sql, (limit,))]
+
+    def durable(self, run_id: str, limit: int) -> list[SampleRef]:
+        """Rows that this run made durable and whose features are kept still, newest first: for replay."""
+        sql = """SELECT ref FROM samples WHERE run_id = ? AND state = 'durable' AND has_features
+            ORDER BY position DESC LIMIT ?"""
+        return [SampleRef.from_json(text) for (text,) in self._database.read(sql, (run_id, limit))]
+
+    def status(self) -> dict[str, int]:
+        """Rows per state; every state is there. Constant time."""
+        return dict(self._database.read("SELECT state, num_rows FROM counts"))
+
+    def failures(self) -> dict[str, str]:
+        """Why each failed row failed, by sample id."""
+        return dict(self._database.read("SELECT sample_id, reason FROM samples WHERE state = 'failed'"))
+
+    def consumption(self, run_id: str) -> dict[str, int]:
+        """How many times each row was made durable by this run: 1, if all is well."""
+        return dict(self._database.read("SELECT sample_id, count(*) FROM consumption WHERE run_id = ? GROUP BY 1", (run_id,)))
+
+    # --- keeping house ---
+
+    def shed_durable(self, num_bytes: int) -> list[SampleRef]:
+        """Take the oldest durable rows' features off the books until they make up num_bytes; the caller deletes them."""
+        shed: list[tuple[str, str]] = []
+        with self._database.transaction() as connection:
+            sql = "SELECT sample_id, ref, num_bytes FROM samples WHERE state = 'durable' AND has_features ORDER BY position"
+            for sample_id, text, size in connection.execute(sql):
+                if num_bytes <= 0:
+                    break
+                shed.append((sample_id, text))
+                num_bytes -= size
+            sql = f"UPDATE samples SET has_features = 0 WHERE sample_id IN {_IDS}"
+            connection.execute(sql, (json.dumps([sample_id for sample_id, _ in shed]),))
+        return [SampleRef.from_json(text) for _, text in shed]
+
+    def needed(self) -> set[tuple[str, int]]:
+        """(sample id, generation) of all rows whose features are on the books: what a store's gc must keep."""
+        sql = "SELECT sample_id, generation FROM samples WHERE has_features"
+        return {(sample_id, generation) for sample_id, generation in self._database.read(sql)}
+
+    def forget(self, sample_ids: Sequence[str]) -> int:
+        """Strike rows off, except leased ones. Their features become garbage; consumption is still counted."""
+        with self._database.transaction() as connection:
+            sql = f"DELETE FROM samples WHERE state <> 'leased' AND sample_id IN {_IDS}"
+            return connection.execute(sql, (json.dumps(list(sample_ids)),)).rowcount
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _has_work(self, now: float) -> bool:
+        """Whether a lease would find anything: a poll takes no write lock."""
+        sql = """SELECT EXISTS(SELECT 1 FROM samples WHERE state = 'pending')
+            OR EXISTS(SELECT 1 FROM samples WHERE state = 'leased' AND lease_expires_at <= ?)"""
+        return bool(self._database.read(sql, (now,))[0][0])
+
+    def _expire(self, connection: sqlite3.Connection, now: float) -> None:
+        sql = "SELECT sample_id, attempts FROM samples WHERE state = 'leased' AND lease_expires_at <= ?"
+        for sample_id, attempts in connection.execute(sql, (now,)).fetchall():
+            if attempts >= self._max_attempts:
+                _give_up(connection, sample_id, f"its lease expired or failed {attempts} times")
+            else:
+                sql = "UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL WHERE sample_id = ?"
+                connection.execute(sql, (sample_id,))
+
+
+def _insert(connection: sqlite3.Connection, ref: SampleRef, state: SampleState) -> bool:
+    rank = unit_hash("heldout rank", ref.sample_id) if state is SampleState.HELDOUT else None
+    values = (ref.sample_id, ref.generation, ref.num_bytes, ref.to_json(), state.value, rank)
+    added = connection.execute(
+        """INSERT INTO samples(sample_id, generation, num_bytes, ref, state, heldout_rank) VALUES (?, ?, ?, ?, ?, ?)
+            ON CONFLICT(sample_id) DO NOTHING""",
+        values,
+    ).rowcount
+    if not added:
+        connection.execute(
+            """UPDATE samples SET generation = ?2, num_bytes = ?3, ref = ?4, has_features = (state <> 'failed')
+                WHERE sample_id = ?1 AND generation < ?2""",
+            values[:4],
+        )
+    return added > 0
+
+
+def _give_up(connection: sqlite3.Connection, sample_id: str, reason: str) -> None:
+    sql = """UPDATE samples SET state = 'failed', has_features = 0, run_id = NULL, lease_expires_at = NULL, reason = ?
+        WHERE sample_id = ?"""
+    connection.execute(sql, (reason, sample_id))

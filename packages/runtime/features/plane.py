@@ -1,0 +1,36 @@
+"""The feature plane of one directory: a store and a ledger that know of each other, and what needs both.
+
+    store, ledger = open_feature_plane(Path("state/features"), budget_bytes=4 << 30)
+
+Layout: <root>/rows/*.safetensors, <root>/store.sqlite (the store's index), <root>/ledger.sqlite.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.features.ledger import Ledger
+from runtime.features.store import FeatureStore, LocalDirectoryStore
+
+HOLD_AGE_S = 900.0  # what is younger may still be on its way from the store to the ledger
+
+
+def open_feature_plane(root: Path, budget_bytes: int) -> tuple[LocalDirectoryStore, Ledger]:
+    """Open, or make, the feature plane under root. Any number of processes may do so at once."""
+    store = LocalDirectoryStore(root, budget_bytes)
+    return store, Ledger(Path(root) / "ledger.sqlite", exists=store.exists)
+
+
+def make_room(store: FeatureStore, ledger: Ledger, num_bytes: int) -> int:
+    """Delete the features of the oldest durable rows until num_bytes are free; returns the bytes that this freed.
+
+    Never touches a row that is pending, leased or held out. The ledger lets go first, so a crash in between leaves files
+    that `collect_garbage` removes, never a promise that cannot be kept.
+    """
+    missing = store.used_bytes() + num_bytes - store.budget_bytes
+    return store.delete(ledger.shed_durable(missing)) if missing > 0 else 0
+
+
+def collect_garbage(store: FeatureStore, ledger: Ledger, max_hold_age_s: float = HOLD_AGE_S) -> int:
+    """Remove what a killed writer left and rows that the ledger does not need; returns how many."""
+    return store.gc(max_hold_age_s, ledger.needed())

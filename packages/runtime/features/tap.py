@@ -1,0 +1,304 @@
+"""The tap: finished turns of live traffic become training rows, without the engine ever waiting.
+
+`offer` decides in microseconds and puts the turn into a bounded queue; one writer thread cuts it into rows, copies the
+hidden states to the CPU in the stored dtype, and puts them into the store and the ledger. What does not fit is shed and
+counted by reason. Whether a session consents is the engine's to know: it offers only what may be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from runtime.backends.base import TargetInfo
+from runtime.config import CaptureConfig
+from runtime.errors import FeatureBudgetExceeded, FeatureError
+from runtime.features.cut import Cut, cut_turn
+from runtime.features.ledger import Ledger
+from runtime.features.plane import collect_garbage, make_room
+from runtime.features.refs import SampleMeta, unit_hash
+from runtime.features.row import FeatureRow
+from runtime.features.store import FeatureStore
+from runtime.hidden_states import HiddenStates
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
+GC_EVERY_S = 300.0
+HEADER_BYTES = 512  # of a row's file, at most
+
+Redact = Callable[[tuple[int, ...]], bool]
+
+
+class Outcome(StrEnum):
+    """What became of what was offered. OFFERED and CUT count up; TRUNCATED is a remark; the rest sum to OFFERED + CUT."""
+
+    OFFERED = "offered"  # turns
+    CUT = "cut"  # rows beyond the first that a long turn was cut into
+    TRUNCATED = "truncated"  # rows that lost the start of their prompt to max_row_tokens
+    CAPTURED = "captured"
+    DUPLICATE = "duplicate"
+    REDACTED = "redacted"
+    SKIPPED_SHORT = "skipped_short"
+    SKIPPED_SAMPLED_OUT = "skipped_sampled_out"
+    SHED_QUEUE_FULL = "shed_queue_full"
+    SHED_BUDGET = "shed_budget"
+    SHED_CLOSED = "shed_closed"
+    FAILED_IO = "failed_io"
+    FAILED_NON_FINITE = "failed_non_finite"
+    FAILED_UNEXPECTED = "failed_unexpected"
+
+
+@dataclass(frozen=True)
+class CapturedTurn:
+    """One finished turn of a session, as the engine hands it over. The hidden parts may be views of larger buffers."""
+
+    session_id: str
+    token_ids: tuple[int, ...]  # [n] or [n+1]: the whole kept history, the last token included
+    generated: tuple[bool, ...]  # per token: generated in this turn
+    hidden: tuple[HiddenStates, ...]  # parts that concatenate to positions 0 .. n-1
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    drafter_version: str = ""
+    source: str = "session"
+
+    def __post_init__(self) -> None:
+        num_tokens, num_positions = len(self.token_ids), sum(len(part) for part in self.hidden)
+        assert len(self.generated) == num_tokens, f"{len(self.generated)} marks for {num_tokens} tokens"
+        assert num_positions >= num_tokens - 1, f"{num_positions} positions for {num_tokens} tokens"
+
+
+class Tap(Protocol):
+    """What the engine sees."""
+
+    def offer(self, turn: CapturedTurn) -> bool:
+        """Hand over a turn. Never blocks, never raises; False: not taken, and counted by reason."""
+        ...
+
+    def close(self) -> None:
+        """Write what is queued, within a time limit, and stop."""
+        ...
+
+
+class FeatureTap:
+    """A tap into a store and a ledger."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        ledger: Ledger,
+        config: CaptureConfig,
+        *,
+        run_id: str,  # of this server
+        target_info: TargetInfo,
+        tokenizer_hash: str = "",
+        vocabulary_hash: str = "",
+        redact: Redact | None = None,  # True for the tokens of a row that must not be kept
+        queue_max_bytes: int = 1 << 30,  # hidden states waiting for the writer
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._config = config
+        self._run_id = run_id
+        self._info = target_info
+        self._tokenizer_hash = tokenizer_hash
+        self._vocabulary_hash = vocabulary_hash
+        self._redact = redact
+        self._queue_max_bytes = queue_max_bytes
+        self._dtype = dtype
+        self._wake = threading.Condition()
+        self._queue: deque[CapturedTurn] = deque()
+        self._queued_bytes = 0
+        self._is_closing = False
+        self._counts = dict.fromkeys(Outcome, 0)
+        self._counts_lock = threading.Lock()
+        self._last_log_at = -LOG_EVERY_S
+        self._next_gc_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="feature-tap", daemon=True)
+        self._thread.start()
+
+    # --- the engine's side ---
+
+    def offer(self, turn: CapturedTurn) -> bool:
+        self._count(Outcome.OFFERED)
+        refusal = self._refusal(turn)
+        if refusal is None:
+            refusal = self._enqueue(turn)
+        if refusal is not None:
+            self._count(refusal)
+        return refusal is None
+
+    def _refusal(self, turn: CapturedTurn) -> Outcome | None:
+        if turn.generated.count(True) < self._config.min_generated_tokens or len(turn.token_ids) < 2:
+            return Outcome.SKIPPED_SHORT
+        if unit_hash("capture", f"{turn.session_id}:{len(turn.token_ids)}") >= self._config.sampling_rate:
+            return Outcome.SKIPPED_SAMPLED_OUT
+        return None
+
+    def _enqueue(self, turn: CapturedTurn) -> Outcome | None:
+        size = _hidden_bytes(turn)
+        with self._wake:
+            if self._is_closing:
+                return Outcome.SHED_CLOSED
+            is_over = self._queued_bytes + size > self._queue_max_bytes and len(self._queue) > 0
+            if len(self._queue) >= self._config.queue_max_rows or is_over:
+                return Outcome.SHED_QUEUE_FULL
+            self._queue.append(turn)
+            self._queued_bytes += size
+            self._wake.notify()
+            return None
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued; what is not written in time is shed. Idempotent."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        with self._wake:
+            self._count(Outcome.SHED_CLOSED, len(self._queue))
+            self._queue.clear()
+        self._thread.join(timeout_s)
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, every key of `Outcome` there."""
+        with self._counts_lock:
+            return {outcome.value: count for outcome, count in self._counts.items()}
+
+    def queue_depth(self) -> int:
+        """Turns waiting for the writer."""
+        return len(self._queue)
+
+    def _count(self, outcome: Outcome, by: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[outcome] += by
+
+    # --- the writer's side ---
+
+    def _run(self) -> None:
+        while not (self._is_closing and not self._queue):
+            turn = self._take()
+            if turn is not None:
+                self._write_turn(turn)
+            del turn  # or its tensors would live until the next one comes
+            if time.monotonic() >= self._next_gc_at:
+                self._next_gc_at = time.monotonic() + GC_EVERY_S
+                self._keep_house()
+
+    def _take(self) -> CapturedTurn | None:
+        """The next turn; None when there is none yet and something else may be due."""
+        with self._wake:
+            if not self._queue and not self._is_closing:
+                self._wake.wait(max(self._next_gc_at - time.monotonic(), 0.0))
+            if not self._queue:
+                return None
+            turn = self._queue.popleft()
+            self._queued_bytes -= _hidden_bytes(turn)
+            return turn
+
+    def _write_turn(self, turn: CapturedTurn) -> None:
+        cuts = cut_turn(turn.generated, self._config.max_row_tokens)
+        self._count(Outcome.CUT, len(cuts) - 1)
+        for index, cut in enumerate(cuts):
+            self._count(self._guarded_write(turn, index, cut))
+
+    def _guarded_write(self, turn: CapturedTurn, index: int, cut: Cut) -> Outcome:
+        """The boundary of the thread: whatever one row does, the next one is still written and the server still serves."""
+        try:
+            return self._write_row(turn, index, cut)
+        except FeatureBudgetExceeded:
+            return Outcome.SHED_BUDGET
+        except FeatureError as error:
+            self._log_rarely(error)
+            return Outcome.FAILED_IO
+        except Exception as error:  # a redaction hook or a device may raise anything
+            self._log_rarely(error)
+            return Outcome.FAILED_UNEXPECTED
+
+    def _write_row(self, turn: CapturedTurn, index: int, cut: Cut) -> Outcome:
+        token_ids = turn.token_ids[cut.start : cut.stop]
+        if self._redact is not None and self._redact(token_ids):
+            return Outcome.REDACTED
+        if not self._has_room(turn, cut):
+            return Outcome.SHED_BUDGET  # before the states are copied for nothing
+        hidden = _copy_positions(turn.hidden, cut.start, cut.stop - 1, self._dtype)
+        if not (hidden.aux.isfinite().all() and hidden.last.isfinite().all()):
+            return Outcome.FAILED_NON_FINITE
+        generated = torch.tensor(turn.generated[cut.start : cut.stop])
+        generated[: cut.taught_from - cut.start] = False
+        row = FeatureRow(torch.tensor(token_ids), generated, hidden, turn.labels)
+        turn_key = f"{self._run_id}:{turn.session_id}:{hashlib.sha256(array('q', turn.token_ids).tobytes()).hexdigest()}"
+        is_new = self._store_row(self._meta(turn, turn_key, index), row, unit_hash("split", turn_key))
+        if cut.start > 0 and index == 0:
+            self._count(Outcome.TRUNCATED)
+        return Outcome.CAPTURED if is_new else Outcome.DUPLICATE
+
+    def _meta(self, turn: CapturedTurn, turn_key: str, index: int) -> SampleMeta:
+        return SampleMeta(
+            sample_id=hashlib.sha256(f"{turn_key}:{index}".encode()).hexdigest()[:32],
+            run_id=self._run_id,
+            source=f"{turn.source}/{turn.session_id}",
+            target_fingerprint=self._info.fingerprint,
+            aux_layer_ids=self._info.aux_layer_ids,
+            drafter_version=turn.drafter_version,
+            tokenizer_hash=self._tokenizer_hash,
+            vocabulary_hash=self._vocabulary_hash,
+        )
+
+    def _store_row(self, meta: SampleMeta, row: FeatureRow, chance: float) -> bool:
+        """Put and commit; all rows of one turn share their chance, so none is trained on while its sibling is held out."""
+        ref = self._store.put(meta, row)
+        try:
+            if chance >= self._config.heldout_fraction:
+                return self._ledger.commit(ref, "train")
+            is_new, pushed_out = self._ledger.hold_out(ref, self._config.heldout_max_rows)
+        except FeatureError:
+            self._store.release(ref)
+            raise
+        self._store.delete(pushed_out)
+        return is_new
+
+    def _has_room(self, turn: CapturedTurn, cut: Cut) -> bool:
+        width = turn.hidden[0].aux.shape[1] + turn.hidden[0].last.shape[1]
+        num_bytes = (cut.stop - cut.start) * (width * self._dtype.itemsize + 9) + HEADER_BYTES
+        make_room(self._store, self._ledger, num_bytes)
+        return self._store.used_bytes() + num_bytes <= self._store.budget_bytes
+
+    def _keep_house(self) -> None:
+        try:
+            collect_garbage(self._store, self._ledger)
+        except (FeatureError, OSError) as error:
+            self._log_rarely(error)
+
+    def _log_rarely(self, error: Exception) -> None:
+        if time.monotonic() - self._last_log_at >= LOG_EVERY_S:
+            self._last_log_at = time.monotonic()
+            logger.warning("The tap could not keep a row (counted; said at most once a minute): %s", error)
+
+
+def _hidden_bytes(turn: CapturedTurn) -> int:
+    return sum(part.aux.nbytes + part.last.nbytes for part in turn.hidden)
+
+
+def _copy_positions(parts: tuple[HiddenStates, ...], start: int, stop: int, dtype: torch.dtype) -> HiddenStates:
+    """Positions start .. stop-1 of the concatenation of parts, copied to the CPU as dtype without concatenating first."""
+    aux = torch.empty((stop - start, parts[0].aux.shape[1]), dtype=dtype)  # [n, 3*Ht]
+    last = torch.empty((stop - start, parts[0].last.shape[1]), dtype=dtype)  # [n, Ht]
+    offset = 0
+    for part in parts:
+        low, high = max(start, offset), min(stop, offset + len(part))
+        if low < high:
+            aux[low - start : high - start].copy_(part.aux[low - offset : high - offset])
+            last[low - start : high - start].copy_(part.last[low - offset : high - offset])
+        offset += len(part)
+    return HiddenStates(aux, last)

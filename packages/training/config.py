@@ -1,0 +1,127 @@
+"""Settings of the trainer, as plain dataclasses; ranges are checked when an object is made. Hydra builds them at the door.
+
+What belongs to rooms that both programs share (model, backend, features, registry) is configured by their own dataclasses.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from runtime.config import BackendConfig, Choice, FeaturesConfig, ModelConfig, RegistryConfig, require
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Mode(Choice):
+    ONLINE = "online"  # rows of a live server, each admitted once, then replayed a bounded number of times
+    OFFLINE = "offline"  # epochs over the rows that a feature directory holds; nothing there changes
+
+
+@dataclass
+class GateConfig:
+    """When a candidate may be published. It must beat what is served now on the same held-out rows, beyond chance."""
+
+    enabled: bool = True  # off: train and checkpoint, never publish
+    confidence: float = 0.95  # of the one-sided lower bound of the difference, which must be above 0
+    min_heldout_rows: int = 8  # fewer decide nothing
+    max_heldout_rows: int = 64  # the newest so many are evaluated
+    draft_tokens: int = 5  # chain length of the simulation: the server's speculation.max_draft_tokens
+    resamples: int = 2000
+
+    def __post_init__(self) -> None:
+        require(0.5 <= self.confidence < 1.0, "trainer.gate.confidence", self.confidence, "at least 0.5 and below 1")
+        require(self.min_heldout_rows >= 2, "trainer.gate.min_heldout_rows", self.min_heldout_rows, "at least 2")
+        ok = self.max_heldout_rows >= self.min_heldout_rows
+        require(ok, "trainer.gate.max_heldout_rows", self.max_heldout_rows, "at least trainer.gate.min_heldout_rows")
+        require(1 <= self.draft_tokens <= 64, "trainer.gate.draft_tokens", self.draft_tokens, "between 1 and 64")
+        require(self.resamples >= 100, "trainer.gate.resamples", self.resamples, "at least 100")
+
+
+@dataclass
+class TrainerConfig:
+    run_id: str = "default"  # a run with this name in the state directory is resumed
+    init: str = "auto"  # auto (the active version, else the embedded drafter, else scratch), scratch, or a checkpoint directory
+    seed: int = 0
+    num_threads: int | None = None  # None: torch's own choice
+    niceness: int = 5  # lowers the priority beside a server on the same machine; 0: leave it
+    ttt_steps: int = 3  # L, depths unrolled in training
+    depth_decay: float = 0.8  # weight of depth k is depth_decay ** k
+    learning_rate: float | None = None  # None: 5e-4 when continuing, 2e-3 from scratch
+    warmup_steps: int = 20
+    clip_norm: float = 0.5
+    draft_vocab_size: int | None = None  # only from scratch; None: 8192, or all of a smaller vocabulary
+    vocabulary_tokens: int = 4096  # only from scratch: generated tokens to see before the draft vocabulary is fixed
+    checkpoint_every_s: float = 60.0
+    checkpoint_every_steps: int | None = None
+    keep_checkpoints: int = 2
+    evaluate_every_s: float = 60.0
+    evaluate_every_steps: int | None = None
+    max_steps: int | None = None  # None: no such end
+    max_time_s: float | None = None
+    idle_timeout_s: float | None = None  # online: end after so long without a step to take
+    gate: GateConfig = field(default_factory=GateConfig)
+
+    def __post_init__(self) -> None:
+        ok = RUN_ID.fullmatch(self.run_id) is not None
+        require(ok, "trainer.run_id", self.run_id, "letters, digits, '.', '_' or '-', at most 64 of them")
+        require(bool(self.init.strip()), "trainer.init", self.init, "auto, scratch or a checkpoint directory")
+        require(0 <= self.seed < 2**63, "trainer.seed", self.seed, "a whole number from 0")
+        require(self.num_threads is None or self.num_threads >= 1, "trainer.num_threads", self.num_threads, "at least 1")
+        require(0 <= self.niceness <= 19, "trainer.niceness", self.niceness, "between 0 and 19")
+        require(1 <= self.ttt_steps <= 16, "trainer.ttt_steps", self.ttt_steps, "between 1 and 16")
+        require(0.0 < self.depth_decay <= 1.0, "trainer.depth_decay", self.depth_decay, "above 0 and at most 1")
+        ok = self.learning_rate is None or 0.0 < self.learning_rate < 1.0
+        require(ok, "trainer.learning_rate", self.learning_rate, "between 0 and 1, or null")
+        require(self.warmup_steps >= 0, "trainer.warmup_steps", self.warmup_steps, "0 or more")
+        require(self.clip_norm > 0, "trainer.clip_norm", self.clip_norm, "more than 0")
+        ok = self.draft_vocab_size is None or self.draft_vocab_size >= 2
+        require(ok, "trainer.draft_vocab_size", self.draft_vocab_size, "at least 2, or null")
+        require(self.vocabulary_tokens >= 1, "trainer.vocabulary_tokens", self.vocabulary_tokens, "at least 1")
+        self._check_intervals()
+
+    def _check_intervals(self) -> None:
+        for name in ("checkpoint_every_s", "evaluate_every_s"):
+            require(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "0 (each step) or more seconds")
+        for name in ("checkpoint_every_steps", "evaluate_every_steps", "max_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"trainer.{name}", value, "at least 1, or null")
+        for name in ("max_time_s", "idle_timeout_s"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"trainer.{name}", value, "more than 0 seconds, or null")
+        require(self.keep_checkpoints >= 1, "trainer.keep_checkpoints", self.keep_checkpoints, "at least 1")
+
+
+@dataclass
+class DataConfig:
+    batch_rows: int = 8
+    max_batch_tokens: int = 16384  # a batch stops growing there; a single longer row is a batch of its own
+    passes: int = 6  # how often a row is trained on; offline: epochs
+    fill_wait_s: float = 3.0  # a batch that is not full waits so long for more rows
+    replay_rows: int = 1024  # rows kept on disk after training, newest first; older ones are deleted
+    replay_mib: int = 1024
+    lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
+    poll_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        require(self.batch_rows >= 1, "data.batch_rows", self.batch_rows, "at least 1")
+        require(self.max_batch_tokens >= 16, "data.max_batch_tokens", self.max_batch_tokens, "at least 16")
+        require(self.passes >= 1, "data.passes", self.passes, "at least 1")
+        require(self.fill_wait_s >= 0, "data.fill_wait_s", self.fill_wait_s, "0 or more seconds")
+        ok = self.replay_rows >= self.batch_rows
+        require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
+        require(self.replay_mib >= 1, "data.replay_mib", self.replay_mib, "at least 1")
+        require(self.lease_timeout_s >= 5, "data.lease_timeout_s", self.lease_timeout_s, "at least 5 seconds")
+        require(self.poll_s > 0, "data.poll_s", self.poll_s, "more than 0 seconds")
+
+
+@dataclass
+class TrainingConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mode: Mode = Mode.ONLINE
+    state_dir: str | None = None  # None: `state` in the home directory of the models

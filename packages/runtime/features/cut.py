@@ -26,8 +26,8 @@ class Cut:
 
 
 def cut_turn(generated: Sequence[bool], max_tokens: int) -> list[Cut]:
-    """The rows of a turn, in order; none if nothing was generated. Each generated token but the first of a turn without a
-    prompt is the first-step target of exactly one row."""
+    """The rows of a turn, in order; none if nothing was generated. Each generated token but the first, which no drafter ever
+    proposes, is what exactly one row teaches its first drafting step."""
     if True not in generated:
         return []
     first = generated.index(True)

@@ -34,6 +34,7 @@ class Database:
         except sqlite3.Error as error:
             raise self._explain(error) from error
         self._close = weakref.finalize(self, self._connection.close)
+        self._close.atexit = False  # a daemon thread may still be in a statement then; the process's end closes the file
         try:
             self._enter_wal()
             self._connection.execute(f"PRAGMA synchronous={synchronous}")

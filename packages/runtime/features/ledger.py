@@ -112,9 +112,9 @@ class Ledger:
             surplus = connection.execute(
                 "SELECT sample_id, ref FROM samples WHERE state = 'heldout' ORDER BY heldout_rank LIMIT -1 OFFSET ?", (max_rows,)
             ).fetchall()
-            out = [row for row in surplus if row[0] != ref.sample_id]
+            out = [row for row in surplus if not (is_new and row[0] == ref.sample_id)]
             connection.execute(f"DELETE FROM samples WHERE sample_id IN {_IDS}", (json.dumps([row[0] for row in out]),))
-            if len(out) < len(surplus) and is_new:
+            if len(out) < len(surplus):
                 sql = "UPDATE samples SET state = 'pending', heldout_rank = NULL WHERE sample_id = ?"
                 connection.execute(sql, (ref.sample_id,))
             return is_new, [SampleRef.from_json(row[1]) for row in out]

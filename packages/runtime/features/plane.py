@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from runtime.features.ledger import Ledger
 from runtime.features.store import FeatureStore, LocalDirectoryStore
 
 HOLD_AGE_S = 900.0  # what is younger may still be on its way from the store to the ledger
 
 
-def open_feature_plane(root: Path, budget_bytes: int) -> tuple[LocalDirectoryStore, Ledger]:
-    """Open, or make, the feature plane under root. Any number of processes may do so at once."""
-    store = LocalDirectoryStore(root, budget_bytes)
+def open_feature_plane(
+    root: Path, budget_bytes: int, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[LocalDirectoryStore, Ledger]:
+    """Open, or make, the feature plane under root; dtype is what hidden states are stored in. Any number of processes may
+    do so at once."""
+    store = LocalDirectoryStore(root, budget_bytes, dtype=dtype)
     return store, Ledger(Path(root) / "ledger.sqlite", exists=store.exists)
 
 
@@ -28,7 +33,9 @@ def make_room(store: FeatureStore, ledger: Ledger, num_bytes: int) -> int:
     that `collect_garbage` removes, never a promise that cannot be kept.
     """
     missing = store.used_bytes() + num_bytes - store.budget_bytes
-    return store.delete(ledger.shed_durable(missing)) if missing > 0 else 0
+    if missing <= 0 or num_bytes > store.budget_bytes:  # there is room, or there never will be
+        return 0
+    return store.delete(ledger.shed_durable(missing))
 
 
 def collect_garbage(store: FeatureStore, ledger: Ledger, max_hold_age_s: float = HOLD_AGE_S) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +47,8 @@ class SampleMeta:
     def __post_init__(self) -> None:
         if not SAMPLE_ID.fullmatch(self.sample_id):
             raise FeatureError(f"sample_id is {self.sample_id!r}; it must be 1 to 128 of the characters A-Z a-z 0-9 _ -.")
+        if not math.isfinite(self.created_at):
+            raise FeatureError(f"created_at of sample {self.sample_id} is {self.created_at}; it must be Unix seconds.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,7 @@ def refuse_tensors(obj: object) -> None:
 
     A tensor is what has a dtype and a shape and is not a mere FeatureSpec. Cycles are safe.
     """
-    seen: set[int] = set()
+    seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
     stack: list[tuple[str, object]] = [("value", obj)]
     while stack:
         path, value = stack.pop()
@@ -142,7 +145,7 @@ def refuse_tensors(obj: object) -> None:
                 "Put it into the feature store and send its SampleRef."
             )
         if id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = value
             stack.extend(_children(path, value))
 
 
@@ -151,7 +154,7 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
         for key, item in value.items():
             yield f"a key of {path}", key
             yield f"{path}[{key!r}]", item
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview | range):
         for index, item in enumerate(value):
             yield f"{path}[{index}]", item
     elif isinstance(value, Set):

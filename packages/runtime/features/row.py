@@ -44,8 +44,8 @@ class FeatureRow:
     def num_tokens(self) -> int:
         return self.token_ids.numel()
 
-    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The row's tensors by their stored names, contiguous and on the CPU, states as dtype (None: as they are)."""
+    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The row's tensors by their stored names, contiguous and on the CPU, states as dtype."""
         aux, last = (states.detach().to(device="cpu", dtype=dtype).contiguous() for states in (self.hidden.aux, self.hidden.last))
         return {
             "token_ids": self.token_ids.cpu().contiguous(),

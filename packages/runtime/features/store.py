@@ -62,6 +62,11 @@ class FeatureStore(Protocol):
     @property
     def budget_bytes(self) -> int: ...
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What hidden states are stored in."""
+        ...
+
     def put(self, meta: SampleMeta, row: FeatureRow) -> SampleRef:
         """Store the row. FeatureBudgetExceeded when it does not fit, FeatureError when it cannot be written: nothing stays."""
         ...
@@ -103,12 +108,12 @@ class LocalDirectoryStore:
         root: Path,
         budget_bytes: int,
         *,
-        dtype: torch.dtype | None = torch.bfloat16,  # that hidden states are stored in; None: as they come
+        dtype: torch.dtype = torch.bfloat16,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = Path(root)
         self.budget_bytes = budget_bytes
-        self._dtype = dtype
+        self.dtype = dtype
         self._clock = clock
         self._rows = self.root / "rows"
         try:
@@ -122,7 +127,7 @@ class LocalDirectoryStore:
     # --- the producer's side ---
 
     def put(self, meta: SampleMeta, row: FeatureRow) -> SampleRef:
-        tensors = row.tensors(self._dtype)
+        tensors = row.tensors(self.dtype)
         payload_bytes = sum(value.nbytes for value in tensors.values())
         if self.used_bytes() + payload_bytes > self.budget_bytes:  # saves the serialisation; _reserve is the exact check
             raise FeatureBudgetExceeded(payload_bytes, self.used_bytes(), self.budget_bytes)
@@ -178,7 +183,7 @@ class LocalDirectoryStore:
                 (sample_id,),
             )
         if not changed:
-            (self._rows / name).unlink(missing_ok=True)
+            _unlink(self._rows / name)
             raise FeatureError(f"{self._rows / name} took so long to write that gc gave it up. Use a longer max_hold_age_s.")
         self._remove(
             self._index.read("SELECT generation, name FROM objects WHERE sample_id = ? AND state = 'stale'", (sample_id,))
@@ -257,7 +262,7 @@ class LocalDirectoryStore:
         for entry in list(os.scandir(self._rows)):
             is_ours = entry.name.removeprefix(".").removesuffix(".tmp") in known
             if not is_ours and _age_below(entry, before):
-                Path(entry.path).unlink(missing_ok=True)
+                _unlink(Path(entry.path))
                 num_removed += 1
         return num_removed
 
@@ -265,8 +270,8 @@ class LocalDirectoryStore:
         """File first, index after it: a crash between the two leaves too many bytes counted, never too few. gc puts it right."""
         num_removed = 0
         for generation, name in objects:
-            for path in (self._rows / f".{name}.tmp", self._rows / name):
-                path.unlink(missing_ok=True)
+            _unlink(self._rows / f".{name}.tmp")
+            _unlink(self._rows / name)
             with self._index.transaction() as connection:
                 num_removed += connection.execute("DELETE FROM objects WHERE generation = ?", (generation,)).rowcount
         return num_removed
@@ -290,6 +295,13 @@ class LocalDirectoryStore:
 
     def close(self) -> None:
         self._index.close()
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FeatureError(f"{path} cannot be deleted: {error.strerror}. Check its permissions and the disk.") from error
 
 
 def _age_below(entry: os.DirEntry[str], before: float) -> bool:

@@ -105,7 +105,6 @@ class FeatureTap:
         vocabulary_hash: str = "",
         redact: Redact | None = None,  # True for the tokens of a row that must not be kept
         queue_max_bytes: int = 1 << 30,  # hidden states waiting for the writer
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._store = store
         self._ledger = ledger
@@ -116,7 +115,6 @@ class FeatureTap:
         self._vocabulary_hash = vocabulary_hash
         self._redact = redact
         self._queue_max_bytes = queue_max_bytes
-        self._dtype = dtype
         self._wake = threading.Condition()
         self._queue: deque[CapturedTurn] = deque()
         self._queued_bytes = 0
@@ -231,17 +229,18 @@ class FeatureTap:
             return Outcome.REDACTED
         if not self._has_room(turn, cut):
             return Outcome.SHED_BUDGET  # before the states are copied for nothing
-        hidden = _copy_positions(turn.hidden, cut.start, cut.stop - 1, self._dtype)
+        hidden = _copy_positions(turn.hidden, cut.start, cut.stop - 1, self._store.dtype)
         if not (hidden.aux.isfinite().all() and hidden.last.isfinite().all()):
             return Outcome.FAILED_NON_FINITE
         generated = torch.tensor(turn.generated[cut.start : cut.stop])
         generated[: cut.taught_from - cut.start] = False
         row = FeatureRow(torch.tensor(token_ids), generated, hidden, turn.labels)
         turn_key = f"{self._run_id}:{turn.session_id}:{hashlib.sha256(array('q', turn.token_ids).tobytes()).hexdigest()}"
-        is_new = self._store_row(self._meta(turn, turn_key, index), row, unit_hash("split", turn_key))
+        if not self._store_row(self._meta(turn, turn_key, index), row, unit_hash("split", turn_key)):
+            return Outcome.DUPLICATE
         if cut.start > 0 and index == 0:
             self._count(Outcome.TRUNCATED)
-        return Outcome.CAPTURED if is_new else Outcome.DUPLICATE
+        return Outcome.CAPTURED
 
     def _meta(self, turn: CapturedTurn, turn_key: str, index: int) -> SampleMeta:
         return SampleMeta(
@@ -270,7 +269,7 @@ class FeatureTap:
 
     def _has_room(self, turn: CapturedTurn, cut: Cut) -> bool:
         width = turn.hidden[0].aux.shape[1] + turn.hidden[0].last.shape[1]
-        num_bytes = (cut.stop - cut.start) * (width * self._dtype.itemsize + 9) + HEADER_BYTES
+        num_bytes = (cut.stop - cut.start) * (width * self._store.dtype.itemsize + 9) + HEADER_BYTES
         make_room(self._store, self._ledger, num_bytes)
         return self._store.used_bytes() + num_bytes <= self._store.budget_bytes
 
@@ -283,7 +282,8 @@ class FeatureTap:
     def _log_rarely(self, error: Exception) -> None:
         if time.monotonic() - self._last_log_at >= LOG_EVERY_S:
             self._last_log_at = time.monotonic()
-            logger.warning("The tap could not keep a row (counted; said at most once a minute): %s", error)
+            trace = None if isinstance(error, FeatureError | OSError) else error
+            logger.warning("The tap could not keep a row (counted, said at most once a minute): %s", error, exc_info=trace)
 
 
 def _hidden_bytes(turn: CapturedTurn) -> int:

@@ -1,0 +1,153 @@
+"""Text to token ids and back. `StreamDecoder` gives out text as tokens arrive, and never a character that may still change.
+
+Only chat goes through a template; `encode` takes text as it is. Control tokens written as text (`<|im_end|>`) mean what
+they say in `encode`, whose caller could send the ids just as well, but are plain characters inside a chat message: a user
+cannot end his own turn and speak as the system.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2.exceptions import TemplateError
+
+from runtime.errors import InvalidRequest, ModelError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Safe for several threads."""
+
+    def __init__(self, pretrained: Any, eos_token_ids: tuple[int, ...]) -> None:
+        self._pretrained = pretrained
+        self._backend: tokenizers.Tokenizer = pretrained.backend_tokenizer
+        self._plain = tokenizers.Tokenizer.from_str(self._backend.to_str())  # takes control tokens as plain characters
+        self._plain.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        contents = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, contents))) if contents else None
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+
+    @staticmethod
+    def load(path: Path) -> Tokenizer:
+        from transformers import AutoTokenizer
+
+        if not (path / "tokenizer.json").is_file():
+            raise ModelError(
+                f"{path} has no tokenizer.json; save the model's tokenizer there with transformers' save_pretrained."
+            )
+        try:
+            tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library's own errors are bare Exceptions
+            raise ModelError(f"{path / 'tokenizer.json'} is damaged ({error}); fetch the model again.") from error
+        try:
+            pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"The tokenizer in {path} cannot be read ({type(error).__name__}: {error}).") from error
+        return Tokenizer(pretrained, _eos_token_ids(path, pretrained.eos_token_id))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text: no template, nothing added."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation through the model's chat template, ending where the assistant is to speak."""
+        if not messages:
+            raise InvalidRequest("messages", "messages is empty; send at least one message.")
+        if self._pretrained.chat_template is None:
+            raise InvalidRequest("messages", "This model has no chat template; send a prompt instead of messages.")
+        marker = uuid.uuid4().hex
+        guarded, literals = self._guard(messages, marker)
+        try:
+            text = self._pretrained.apply_chat_template(guarded, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
+        if not literals:
+            return self.encode(text)
+        ids: list[int] = []
+        for index, piece in enumerate(re.split(f"{marker}:([0-9]+);", text)):
+            if index % 2:
+                ids += self._plain.encode(literals[int(piece)], add_special_tokens=False).ids
+            elif piece:
+                ids += self.encode(piece)
+        return ids
+
+    def _guard(self, messages: Sequence[Mapping[str, str]], marker: str) -> tuple[list[dict[str, str]], list[str]]:
+        """The messages with each control token written in them replaced by a numbered marker, and what the numbers mean."""
+        literals: list[str] = []
+
+        def mark(match: re.Match[str]) -> str:
+            literals.append(match.group())
+            return f"{marker}:{len(literals) - 1};"
+
+        def guard(value: str) -> str:
+            return self._special_pattern.sub(mark, value) if self._special_pattern else value
+
+        return [{key: guard(value) for key, value in message.items()} for message in messages], literals
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids; control tokens and ids without a token are skipped, broken UTF-8 becomes U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self) -> StreamDecoder:
+        return StreamDecoder(self._backend, self._special_ids)
+
+
+class StreamDecoder:
+    """Decodes one token at a time; all that it returned, joined, is `Tokenizer.decode` of all the ids.
+
+    A token is decoded behind those that gave the last text, since a tokenizer may write it differently at the start of a
+    text. Text that ends in U+FFFD is held back: the next token may complete the character.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._special_ids = special_ids
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that became certain with it, often none."""
+        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        if token is None:
+            return ""  # decoding skips it
+        self._pending.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""  # a run of byte tokens is decoded as a whole: one bad byte at its end changes all of it
+        text = self._decode(self._context + self._pending)
+        return "" if text.endswith(_REPLACEMENT) else self._emit(text)
+
+    def flush(self) -> str:
+        """The rest, incomplete as it may be."""
+        return self._emit(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        if new:
+            self._context, self._pending = self._pending, []
+            self._context_text = self._decode(self._context)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+
+def _eos_token_ids(path: Path, fallback: int | None) -> tuple[int, ...]:
+    """The ids that end a turn: of generation_config.json, else of config.json, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return () if fallback is None else (fallback,)

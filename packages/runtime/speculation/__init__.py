@@ -6,8 +6,7 @@ for token_id in verdict.token_ids:
 """
 
 from runtime.speculation.accept import Verdict, verify_chain
-from runtime.speculation.logprobs import token_logprobs
-from runtime.speculation.sampling import Processor, TokenCounts, new_generator, pick, process_logits
+from runtime.speculation.sampling import Processor, TokenCounts, new_generator, pick, process_logits, token_logprobs
 from runtime.speculation.stops import StopMatcher
 
 __all__ = [

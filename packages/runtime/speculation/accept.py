@@ -51,7 +51,8 @@ def _verify_greedy(logits: torch.Tensor, draft: Draft, processor: Processor) -> 
 
 def _verify_sampled(logits: torch.Tensor, draft: Draft, processor: Processor, generator: torch.Generator) -> Verdict:
     m = len(draft.token_ids)
-    *uniforms, last_uniform = torch.rand(m + 1, generator=generator, dtype=torch.float64).tolist()
+    draws = torch.rand(m + 1, generator=generator, dtype=torch.float64)
+    uniforms, last_uniform = draws.tolist(), draws[m:]
     # A CPU pays for every row and so looks at one at a time; an accelerator pays for every look and so takes all at once.
     window = 1 if logits.device.type == "cpu" else m + 1
     for first in range(0, m + 1, window):
@@ -63,9 +64,9 @@ def _verify_sampled(logits: torch.Tensor, draft: Draft, processor: Processor, ge
             q = None if draft.probs is None else draft.probs[k]
             # accept draft k with probability min(1, p / q)
             if uniforms[k] * _mass(q, token_id, k) >= p_of_drafts[row]:
-                token = pick(_residual(p[row], q, token_id).unsqueeze(0), [last_uniform])
+                token = pick(_residual(p[row], q, token_id).unsqueeze(0), last_uniform)
                 return Verdict([*draft.token_ids[:k], int(token)], k)
-    return Verdict([*draft.token_ids, int(pick(p[-1:], [last_uniform]))], m)
+    return Verdict([*draft.token_ids, int(pick(p[-1:], last_uniform))], m)
 
 
 def _mass(q: SparseProbs | None, token_id: int, k: int) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.errors import ModelError
-from runtime.types import SamplingParams
+from runtime.types import SamplingParams, TokenLogprob
 
 LOWEST_TEMPERATURE = 1e-30  # below it a division would overflow float32; already far beyond greedy
 FOLD = 0x9E3779B9  # odd, so that no upper bit of a seed is lost
@@ -144,18 +144,31 @@ def _keep_best(rows: torch.Tensor, num_kept: torch.Tensor, lowest: torch.Tensor)
     rows.masked_fill_(~(above | (tied & (tied.cumsum(dim=-1) <= room))), -math.inf)
 
 
-def pick(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
+def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """One index per row [R] of non-negative weights [R, N], drawn in proportion to them by inverse CDF.
 
-    `uniforms[r]` in [0, 1) decides row r alone, so a row's pick does not depend on its neighbours. An index without weight is
-    never picked; each row must have some.
+    uniforms: float64 [R] in [0, 1), as drawn on the CPU; number r decides row r alone, whatever its neighbours. An index
+    without weight is never picked; each row must have some.
     """
     mass = weights.cumsum(dim=-1, dtype=torch.float64)  # [R, N]
     total = mass[:, -1:].contiguous()
-    draw = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).unsqueeze(-1) * total
+    draw = uniforms.to(weights.device).unsqueeze(-1) * total
     index = torch.searchsorted(mass, draw, right=True)  # the first whose mass exceeds the draw
     last = torch.searchsorted(mass, total)  # the last with weight: draw may have been rounded up to the total
-    return torch.minimum(index, last).squeeze(-1)
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int = 0) -> list[TokenLogprob]:
+    """The target's own view of each row's token: from raw logits [R, V], no processing shows. `top` alternatives, best first."""
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)  # [R, 1]
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1)  # [R, 1]
+    chosen = (logits.gather(-1, ids) - normalizer).squeeze(-1).tolist()
+    best = logits.topk(min(top, logits.shape[-1]), dim=-1)  # [R, top]
+    best_ids, best_logprobs = best.indices.tolist(), (best.values - normalizer).tolist()
+    return [
+        TokenLogprob(token_id, logprob, tuple(zip(row_ids, row_logprobs, strict=True)))
+        for token_id, logprob, row_ids, row_logprobs in zip(token_ids, chosen, best_ids, best_logprobs, strict=True)
+    ]
 
 
 class Processor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class StopMatcher:
-    """Watches one generation's text. After a match it is done: push nothing more."""
+    """Watches one generation's text. After a match it is done: whatever follows is discarded."""
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool = False) -> None:
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))  # the longest first
@@ -16,9 +16,12 @@ class StopMatcher:
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # per stop: how much of it the text so far ends with
         self._held = ""  # seen, not yet released
+        self._is_done = False
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that became safe to show, and the stop that ended it, if one did. Text behind a stop is discarded."""
+        """The text that became safe to show, and the stop that ended it, if one did."""
+        if self._is_done:
+            return "", None
         if not self._stops:
             return text, None
         start = len(self._held)
@@ -27,7 +30,7 @@ class StopMatcher:
             for index, stop in enumerate(self._stops):
                 if self._step(index, character) == len(stop):
                     safe = self._held[: end if self._include_stop else end - len(stop)]
-                    self._held = ""
+                    self._held, self._is_done = "", True
                     return safe, stop
         num_safe = len(self._held) - max(self._matched)
         safe, self._held = self._held[:num_safe], self._held[num_safe:]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.drafters.base import Draft, SparseProbs
 from runtime.errors import ModelError
 from runtime.speculation import Processor, new_generator, verify_chain

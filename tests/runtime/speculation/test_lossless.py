@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from runtime.drafters.base import Draft, SparseProbs
 from runtime.speculation import Processor, new_generator, pick, verify_chain
 from runtime.types import SamplingParams
@@ -58,7 +59,7 @@ class Proposal:
             own = processor.probs(LOGITS[last].unsqueeze(0), ids, first=len(ids))[0] if self.own_distribution else None
             q = self.table[last] if own is None else own
             support = q.nonzero().squeeze(-1)
-            choice = int(pick(q[support].unsqueeze(0), torch.rand(1, generator=generator, dtype=torch.float64).tolist()))
+            choice = int(pick(q[support].unsqueeze(0), torch.rand(1, generator=generator, dtype=torch.float64)))
             ids.append(int(support[choice]))
             probs.append(SparseProbs(support, q[support]))
         return Draft(ids, probs)
@@ -146,7 +147,7 @@ def test_the_measure_itself_sees_a_bias():
     wrong = [prob / sum(wrong) for prob in wrong]
     expected = {(a, b): right[a] * right[b] for a in range(V) for b in range(V)}
     generator = new_generator(1)
-    uniforms = torch.rand(NUM_STREAMS, 2, generator=generator, dtype=torch.float64).flatten().tolist()
+    uniforms = torch.rand(NUM_STREAMS, 2, generator=generator, dtype=torch.float64).flatten()
     for source, is_right in ((right, True), (wrong, False)):
         drawn = pick(torch.tensor([source]).expand(2 * NUM_STREAMS, V), uniforms).view(-1, 2).tolist()
         assert (p_value(Counter(map(tuple, drawn)), expected) > 1e-3) is is_right

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.errors import ModelError
-from runtime.speculation import Processor, TokenCounts, new_generator, pick, process_logits
+from runtime.speculation import Processor, TokenCounts, new_generator, pick, process_logits, token_logprobs
 from runtime.types import SamplingParams
 
 V = 10
@@ -160,7 +161,7 @@ def test_single_excluded_tokens_are_no_error():
     uniform=st.one_of(st.sampled_from([0.0, 1 - 2**-53]), st.floats(0.0, 1.0, exclude_max=True)),
 )
 def test_pick_inverts_the_cumulative_mass_and_never_picks_what_has_none(weights, uniform):
-    index = int(pick(torch.tensor([weights]), [uniform]))
+    index = int(pick(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64)))
     weights = torch.tensor(weights).double().tolist()
     assert weights[index] > 0.0
     low, high, draw = sum(weights[:index]), sum(weights[: index + 1]), uniform * sum(weights)
@@ -169,7 +170,7 @@ def test_pick_inverts_the_cumulative_mass_and_never_picks_what_has_none(weights,
 
 def test_pick_decides_each_row_alone():
     weights = torch.rand(6, 50, generator=torch.Generator().manual_seed(0))
-    uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
+    uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     alone = [int(pick(weights[r : r + 1], uniforms[r : r + 1])) for r in range(6)]
     assert pick(weights, uniforms).tolist() == alone
     assert len(set(alone)) > 1
@@ -192,3 +193,25 @@ def test_seeds_repeat_and_differ():
     assert draw(7) == draw(7)
     assert draw(-(2**63)) == draw(-(2**63))
     assert len({tuple(draw(seed)) for seed in (0, 7, 8, 7 + 2**32, -1, -(2**63), 2**63 - 1, None, None)}) == 9
+
+
+LOGPROB_ROWS = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]).log() + 7.0  # any shift: raw logits
+
+
+def test_the_logprob_of_each_rows_token():
+    first, second = token_logprobs(LOGPROB_ROWS, [1, 3])
+    assert (first.token_id, second.token_id) == (1, 3)
+    assert first.logprob == pytest.approx(math.log(0.25), abs=1e-5)
+    assert second.logprob == pytest.approx(math.log(0.4), abs=1e-5)
+    assert first.top == second.top == ()
+
+
+def test_the_alternatives_come_best_first_and_may_lack_the_token_itself():
+    [record] = token_logprobs(LOGPROB_ROWS[1:], [0], top=3)
+    assert [token_id for token_id, _ in record.top] == [3, 2, 1]
+    assert [math.exp(logprob) for _, logprob in record.top] == pytest.approx([0.4, 0.3, 0.2], abs=1e-5)
+
+
+def test_more_alternatives_than_tokens_are_all_tokens():
+    [record] = token_logprobs(LOGPROB_ROWS[:1], [0], top=20)
+    assert len(record.top) == 4

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.speculation import StopMatcher
 
 
@@ -78,7 +79,8 @@ def test_the_stop_is_kept_on_request_but_nothing_behind_it():
     assert run(("END",), ["one E", "ND two"], include_stop=True)[:2] == ("one END", "END")
 
 
-def test_flush_after_a_match_has_nothing():
+def test_after_a_match_nothing_comes():
     matcher = StopMatcher(("b",))
     assert matcher.push("abc") == ("a", "b")
+    assert matcher.push("ab") == ("", None)
     assert matcher.flush() == ""

@@ -57,14 +57,14 @@ class Eagle3Model(nn.Module):
         if self.fc_norm is not None:
             thirds = aux.chunk(3, dim=-1)
             aux = torch.cat([norm(third) for norm, third in zip(self.fc_norm, thirds, strict=True)], dim=-1)
-        return self.fc(aux)
+        return self.fc(aux)  # type: ignore[no-any-return]
 
     def layer(self, token_ids: torch.Tensor, h: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """token_ids [...] (target ids, one ahead of h), h [..., H], positions [...] -> the next state [..., H]."""
         embedded = F.embedding(token_ids, self.embedding).to(h.dtype)  # [..., H]
         cos, sin = self.rotary(positions, h.dtype)
         h = self.midlayer(embedded, h, cos, sin, attend)
-        return self.norm(h) if self.config.norm_output else h  # type: ignore[no-any-return]
+        return self.norm(h) if self.config.norm_output else h
 
     def keys_values(self, token_ids: torch.Tensor, h: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The k and v that `layer` would hand to `attend`, where nothing is drafted and only they are needed."""

@@ -31,6 +31,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: [..., in_features] -> [..., out_features]
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 

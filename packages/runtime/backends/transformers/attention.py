@@ -50,27 +50,28 @@ class SegmentPlan:
         return self._masks[window]
 
     def _build_mask(self, window: int | None) -> torch.Tensor:
-        visible, depths = ancestry(self._parents, self.size)
-        visible, depths = visible.to(self._device), depths.to(self._device)
+        visible = ancestry(self._parents, self.size).to(self._device)
         first = self.first_visible(window)
-        committed = torch.ones(self.size, self.length - first, dtype=torch.bool, device=self._device)
-        if window is not None:
-            nodes = self.length + depths
-            committed = torch.arange(first, self.length, device=self._device) > nodes[:, None] - window
-            visible = visible & (depths > depths[:, None] - window)
+        if window is None:
+            committed = torch.ones(self.size, self.length, dtype=torch.bool, device=self._device)
+        else:
+            depths = visible.sum(dim=1) - 1
+            oldest = self.length + depths[:, None] - window + 1  # [size, 1] the first position that each node sees
+            committed = torch.arange(first, self.length, device=self._device) >= oldest
+            visible = visible & (self.length + depths >= oldest)
         mask = torch.zeros(self.size, self.length - first + self.size, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~torch.cat([committed, visible], dim=1), float("-inf"))
 
 
-def ancestry(parents: Sequence[int] | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which nodes each node sees, bool [size, size], and how deep it lies, int64 [size]. A root has depth 0."""
+def ancestry(parents: Sequence[int] | None, size: int) -> torch.Tensor:
+    """bool [size, size]: which nodes each node sees, its ancestors and itself."""
     if parents is None:
-        return torch.ones(size, size, dtype=torch.bool).tril_(), torch.arange(size)
+        return torch.ones(size, size, dtype=torch.bool).tril_()
     sees = torch.eye(size, dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
             sees[node] |= sees[parent]
-    return sees, sees.sum(dim=1) - 1
+    return sees
 
 
 class RaggedBatch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,9 +13,8 @@ from runtime.backends.transformers.target import TransformersTarget
 from runtime.config import BackendConfig, Dtype, ModelConfig
 from runtime.errors import ConfigError, ModelError
 from runtime.hidden_states import default_aux_layer_ids
-
-if TYPE_CHECKING:
-    from runtime.models import ResolvedModel
+from runtime.linear import pack_linears
+from runtime.models import ResolvedModel, Tokenizer
 
 
 def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) -> TransformersTarget:
@@ -26,17 +23,19 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
         torch.set_num_threads(backend.num_threads)
     device = choose_device(model.device)
     dtype = choose_dtype(model.dtype, device)
-    return build(_read(resolved, dtype, device), name=resolved.name, fingerprint=resolved.fingerprint)
+    eos_token_ids = Tokenizer.load(resolved.path).eos_token_ids
+    loaded = _read(resolved, dtype, device)
+    return build(loaded, name=resolved.name, fingerprint=resolved.fingerprint, eos_token_ids=eos_token_ids)
 
 
-def build(model: PreTrainedModel, *, name: str, fingerprint: str) -> TransformersTarget:
+def build(model: PreTrainedModel, *, name: str, fingerprint: str, eos_token_ids: tuple[int, ...]) -> TransformersTarget:
     """A target of a model in memory, which becomes the target's own: its linear layers are packed in place."""
     model.train(False)
     model.requires_grad_(False)
+    embedding, lm_head = embedding_and_head(model)  # before packing takes the head's plain weight away
+    pack_linears(model)
     shape = probe_model(model)
-    config = model.config.get_text_config()
-    _, lm_head = embedding_and_head(model)
-    max_positions = getattr(config, "max_position_embeddings", None)
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not max_positions:
         raise ModelError(f"The config of {name} does not say max_position_embeddings; add it to its config.json.")
     info = TargetInfo(
@@ -47,11 +46,11 @@ def build(model: PreTrainedModel, *, name: str, fingerprint: str) -> Transformer
         num_layers=shape.num_layers,
         max_positions=max_positions,
         aux_layer_ids=default_aux_layer_ids(shape.num_layers),
-        eos_token_ids=eos_token_ids(model),
+        eos_token_ids=eos_token_ids,
         dtype=str(shape.dtype).removeprefix("torch."),
         device=str(shape.device),
     )
-    return TransformersTarget(model, info, shape)
+    return TransformersTarget(model, info, shape, embedding, lm_head)
 
 
 def choose_device(device: str) -> torch.device:
@@ -76,15 +75,6 @@ def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     if dtype is Dtype.AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16
-
-
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """What ends a turn by the model's generation config and config, each an id, a list or absent."""
-    ids: set[int] = set()
-    for config in (model.generation_config, model.config.get_text_config()):
-        value = getattr(config, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or ())
-    return tuple(sorted(ids))
 
 
 def _read(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

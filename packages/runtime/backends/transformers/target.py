@@ -18,27 +18,27 @@ from runtime.backends.base import Segment, SegmentOutput, TargetInfo
 from runtime.backends.transformers import attention
 from runtime.backends.transformers.attention import BATCH, RaggedBatch, SegmentPlan
 from runtime.backends.transformers.cache import KVPool, KVShape
-from runtime.backends.transformers.probe import decoder_layers, embedding_and_head
-from runtime.linear import pack_linears
+from runtime.backends.transformers.probe import decoder_layers
 
 
 class TransformersTarget:
     """Implements `runtime.backends.base.Target`. One thread at a time; several targets may run side by side.
 
-    Takes a model that passed `probe_model` for its own: hooks it, gives it our attention and packs its linear layers.
+    Takes a model that passed `probe_model` for its own: hooks it and gives it our attention.
     """
 
-    def __init__(self, model: PreTrainedModel, info: TargetInfo, shape: KVShape) -> None:
+    def __init__(
+        self, model: PreTrainedModel, info: TargetInfo, shape: KVShape, embedding: torch.Tensor, lm_head: torch.Tensor
+    ) -> None:
         self._model, self._info, self._pool = model, info, KVPool(shape)
+        self._embedding, self._lm_head = embedding, lm_head
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-        self._embedding, self._lm_head = embedding_and_head(model)  # before packing takes the head's plain weight away
         attention.register()
         model.set_attn_implementation(attention.NAME)
         layers = decoder_layers(model)
         for layer_id in info.aux_layer_ids:
             layers[layer_id].register_forward_hook(_take_aux(layer_id), with_kwargs=True)
         self._decoder.register_forward_hook(_take_last, with_kwargs=True)
-        pack_linears(model)
 
     @property
     def info(self) -> TargetInfo:

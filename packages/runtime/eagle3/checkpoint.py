@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.eagle3.vocab import DraftVocabulary
 from runtime.files import TEMPORARY_PREFIX, dump_json, fsync_tree, write_atomic
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "RejectReason", "load", "read_config", "save", "version_id"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "RejectReason", "load", "read_config", "read_vocabulary", "save", "version_id"]
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -55,6 +56,13 @@ def read_config(directory: Path) -> Eagle3Config:
     return Eagle3Config.from_dict(raw)
 
 
+def read_vocabulary(directory: Path) -> DraftVocabulary:
+    """The draft vocabulary alone, without the weights."""
+    config = read_config(directory)
+    tensors = _read_tensors(directory / WEIGHTS_FILE, config, only=_TABLE_TYPES)
+    return _vocabulary(config, tensors)
+
+
 def load(
     directory: Path,
     embedding: torch.Tensor,
@@ -72,7 +80,7 @@ def load(
             RejectReason.TARGET_FINGERPRINT,
             "The drafter's embed_tokens differs from the target's embedding: it was trained for another model.",
         )
-    vocabulary = _read_vocabulary(config, tensors.pop("d2t", None), tensors.pop("t2d", None))
+    vocabulary = _vocabulary(config, tensors)
     with torch.device("meta"):  # nothing to initialise: every parameter comes from the file
         model = Eagle3Model(config, vocabulary, embedding)
     model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
@@ -138,8 +146,8 @@ def _our_name(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def _read_tensors(path: Path, config: Eagle3Config) -> dict[str, torch.Tensor]:
-    """All tensors by our names, after names, types, shapes and values have been checked, in this order."""
+def _read_tensors(path: Path, config: Eagle3Config, only: Container[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors (all, or those named) by our names, after all names, types and shapes and their values have been checked."""
     shapes = _expected_shapes(config)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -147,7 +155,7 @@ def _read_tensors(path: Path, config: Eagle3Config) -> dict[str, torch.Tensor]:
             for ours, theirs in names.items():
                 view = file.get_slice(theirs)
                 _check_form(theirs, view.get_dtype(), view.get_shape(), _TABLE_TYPES.get(ours, _WEIGHT_TYPES), shapes[ours])
-            tensors = {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
+            tensors = {ours: file.get_tensor(theirs) for ours, theirs in names.items() if only is None or ours in only}
     except (OSError, SafetensorError) as error:
         raise rejected(RejectReason.UNREADABLE, f"{path} cannot be read as safetensors ({error}).") from error
     for ours, tensor in tensors.items():
@@ -182,7 +190,9 @@ def _check_form(name: str, dtype: str, shape: list[int], types: tuple[str, ...],
         raise rejected(RejectReason.SHAPE, f"Tensor {name} has shape {list(shape)}; the config makes it {expected}.")
 
 
-def _read_vocabulary(config: Eagle3Config, d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> DraftVocabulary:
+def _vocabulary(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> DraftVocabulary:
+    """Takes d2t and t2d out of the tensors. Only a full vocabulary may come without d2t: it can only be the identity."""
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t is None:
-        d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)  # only a full vocabulary may come without
+        d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
     return DraftVocabulary.from_d2t(d2t, config.vocab_size) if t2d is None else DraftVocabulary.from_tensors(d2t, t2d)

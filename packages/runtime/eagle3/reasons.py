@@ -22,6 +22,7 @@ class RejectReason(StrEnum):
     ROPE = "ROPE"
     MANIFEST = "MANIFEST"
     HASH = "HASH"
+    UNKNOWN_VERSION = "UNKNOWN_VERSION"
 
 
 def rejected(reason: RejectReason, sentence: str) -> DrafterRejected:

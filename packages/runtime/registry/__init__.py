@@ -1,0 +1,7 @@
+"""Drafter versions: published atomically, listed with their states, validated before they serve."""
+
+from runtime.registry.manifest import Manifest
+from runtime.registry.store import Registry, VersionRecord, VersionState
+from runtime.registry.validate import validate
+
+__all__ = ["Manifest", "Registry", "VersionRecord", "VersionState", "validate"]

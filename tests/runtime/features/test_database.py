@@ -1,0 +1,121 @@
+"""One SQLite file under several threads and processes, and what is said when it cannot be used."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import FeatureError
+from runtime.features.database import Database
+
+SCHEMA = ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)")
+
+
+def test_schema_runs_once_and_wal_is_on(tmp_path: Path) -> None:
+    first, second = (Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL") for _ in range(2))
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.read("SELECT count(*) FROM t") == [(1,)]
+    assert first.read("PRAGMA journal_mode") == [("wal",)]
+    first.close()
+    second.close()
+
+
+def _execute(database: Database, *statements: str) -> None:
+    with database.transaction() as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def _set_and_stumble(database: Database) -> None:
+    with database.transaction() as connection:
+        connection.execute("UPDATE t SET x = 1")
+        raise ZeroDivisionError
+
+
+def test_transactions_are_all_or_nothing(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+    with pytest.raises(ZeroDivisionError):
+        _set_and_stumble(database)
+    with pytest.raises(FeatureError, match="no such table"):
+        _execute(database, "UPDATE t SET x = 1", "UPDATE missing SET x = 1")
+    assert database.read("SELECT x FROM t") == [(0,)]
+    _execute(database, "UPDATE t SET x = 1")
+    assert database.read("SELECT x FROM t") == [(1,)]
+    database.close()
+
+
+def test_threads_share_one_connection(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+
+    def add() -> None:
+        for _ in range(50):
+            with database.transaction() as connection:
+                connection.execute("UPDATE t SET x = x + 1")
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert database.read("SELECT x FROM t") == [(200,)]
+    database.close()
+
+
+def test_processes_that_open_a_fresh_file_at_once(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from runtime.features.database import Database
+print("ready", flush=True)
+sys.stdin.readline()
+database = Database(Path(sys.argv[1]), ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)"), synchronous="NORMAL")
+for _ in range(50):
+    with database.transaction() as connection:
+        connection.execute("UPDATE t SET x = x + 1")
+"""
+    path = tmp_path / "d.sqlite"
+    command = [sys.executable, "-c", code, str(path)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    database = Database(path, SCHEMA, synchronous="NORMAL")
+    assert database.read("SELECT x FROM t") == [(150,)]
+    database.close()
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.sqlite"
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(FeatureError, match=r"d\.sqlite cannot be used: file is not a database"):
+        Database(path, SCHEMA, synchronous="FULL")
+
+
+def test_another_layout_version_is_refused(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "d.sqlite")
+    connection.execute("PRAGMA user_version=7")
+    connection.close()
+    with pytest.raises(FeatureError, match="layout version 7"):
+        Database(tmp_path / "d.sqlite", SCHEMA, synchronous="FULL")
+
+
+def test_a_closed_database_says_so(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="FULL")
+    database.close()
+    database.close()
+    with pytest.raises(FeatureError, match="closed"):
+        database.read("SELECT 1")
+    with pytest.raises(FeatureError, match="closed"):
+        _execute(database, "UPDATE t SET x = 1")

@@ -59,14 +59,20 @@ def fsync_tree(directory: Path) -> None:
 
 
 @contextmanager
-def temporary_directory(parent: Path) -> Iterator[Path]:
+def temporary_directory(parent: Path, label: str = "") -> Iterator[Path]:
     """A directory beside the place where its content will be moved (same file system); gone at the end unless moved."""
     parent.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent))
+    path = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX + label, dir=parent))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, label: str = "") -> None:
+    """Remove the temporary directories of makers that died. Only for the one who holds the lock under which they are made."""
+    for leftover in parent.glob(f"{TEMPORARY_PREFIX}{label}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def move_directory(source: Path, target: Path) -> None:

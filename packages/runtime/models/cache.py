@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.files import dump_json, locked, move_directory, sha256_of, temporary_directory, write_atomic
+from runtime.files import dump_json, locked, move_directory, remove_leftovers, sha256_of, temporary_directory, write_atomic
 from runtime.models.fingerprint import read_json
 
 RECORD_FILE = "made_from.json"
@@ -41,7 +41,9 @@ def made_once(directory: Path, recipe: Recipe) -> Path:
 
 
 def _make(directory: Path, recipe: Recipe) -> None:
-    with temporary_directory(directory.parent) as made, temporary_directory(directory.parent) as discarded:
+    parent, label = directory.parent, f"{directory.name}-"
+    remove_leftovers(parent, label)
+    with temporary_directory(parent, label) as made, temporary_directory(parent, label) as discarded:
         recipe.make(made)
         files = {file.name: _describe(file) for file in sorted(made.iterdir())}
         write_atomic(made / RECORD_FILE, dump_json({"source": recipe.source, "files": files}))

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config, read_vocabulary, version_id
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.errors import DrafterRejected
-from runtime.files import TEMPORARY_PREFIX, dump_json, locked, move_directory, temporary_directory, write_atomic
+from runtime.files import dump_json, locked, move_directory, remove_leftovers, temporary_directory, write_atomic
 from runtime.registry.manifest import MANIFEST_FILE, Manifest
 
 _VERSION_ID = re.compile(r"[0-9a-f]{16}")
@@ -82,15 +82,12 @@ class Registry:
         next publisher removes.
         """
         with locked(self.root / ".publish.lock"):
-            for leftover in self._versions.glob(f"{TEMPORARY_PREFIX}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            remove_leftovers(self._versions)
             with temporary_directory(self._versions) as copy, temporary_directory(self._versions) as discarded:
                 _copy(checkpoint_dir, copy)
                 config = read_config(copy)
                 if config.aux_layer_ids is None:
-                    raise rejected(
-                        RejectReason.LAYER_IDS, f"{checkpoint_dir} names no auxiliary layers; a published version must."
-                    )
+                    raise rejected(RejectReason.LAYER_IDS, f"{checkpoint_dir} names no auxiliary layers; a version must.")
                 version = version_id(copy)
                 manifest = Manifest(
                     version=version,

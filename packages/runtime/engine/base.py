@@ -61,6 +61,11 @@ class Engine(Protocol):
     @property
     def drafter_version(self) -> str: ...
 
+    @property
+    def is_running(self) -> bool:
+        """Between start and stop, and alive: whether it takes new work."""
+        ...
+
     def start(self) -> None: ...
 
     def stop(self) -> None:

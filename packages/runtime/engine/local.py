@@ -68,6 +68,10 @@ class LocalEngine:
     def drafter_version(self) -> str:
         return self._stepper.drafter.version
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._is_stopping
+
     def start(self) -> None:
         self._thread.start()
 
@@ -196,7 +200,7 @@ class LocalEngine:
     # --- under the lock ---
 
     def _check_available(self) -> None:
-        if self._is_stopping or not self._thread.is_alive():
+        if not self.is_running:
             raise EngineUnavailable("The engine is not running.")
 
     def _run_later(self, errand: Callable[[], None]) -> None:

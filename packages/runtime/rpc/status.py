@@ -69,8 +69,10 @@ def _any(message: Message) -> any_pb2.Any:
 def from_rpc_error(error: grpc.RpcError) -> SlipstreamError | None:
     """The exception that the server raised; None if the status is not one of ours (a proxy's, or gRPC's own)."""
     status = rpc_status.from_call(error)
+    if status is None and error.code() is grpc.StatusCode.UNAVAILABLE:
+        return EngineUnavailable(f"The server cannot be reached: {error.details()}")
     if status is None:
-        return EngineUnavailable(error.details() or "The server cannot be reached.") if error.code() is grpc.StatusCode.UNAVAILABLE else None
+        return None
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
         for message in (info, retry):

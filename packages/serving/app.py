@@ -1,0 +1,209 @@
+"""The serving program: one asyncio loop for HTTP and gRPC, the engine on its own thread.
+
+    python -m serving model=tiny server.http_port=0
+
+Takes the ports first, then loads, then prints `ready http=http://HOST:PORT grpc=HOST:PORT` on stdout. SIGTERM or SIGINT:
+health turns NOT_SERVING, no new generation is admitted, running ones may finish within server.shutdown_grace_s (a second
+signal cuts that short), the rest end with UNAVAILABLE or an error event, what the tap holds is written, exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import uvicorn
+from fastapi import FastAPI
+
+from runtime.configuration import provenance
+from runtime.errors import EngineUnavailable
+from serving.admission import Admission
+from serving.assembly import Parts, assemble
+from serving.config import ServingConfig
+from serving.generations import Generations
+from serving.http.app import create_app
+from serving.http.openai import ServedModel
+from serving.http.token_bytes import TokenBytes
+from serving.metrics import ServerMetrics, Sources
+from serving.ports import open_grpc, open_http
+from serving.servicers import GrpcServer, RuntimeServicer
+
+DRAIN_POLL_S = 0.05
+GOODBYE_S = 5.0  # for last events to reach their clients once the engine has stopped
+
+
+State = Literal["serving", "stopping", "failed"]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Where a server listens."""
+
+    http: str  # URL
+    grpc: str  # address
+
+
+def run(config: ServingConfig) -> int:
+    """The program: serve until a signal comes."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    asyncio.run(_serve_until_signal(config))
+    return 0
+
+
+async def _serve_until_signal(config: ServingConfig) -> None:
+    server = Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+
+    def announce(parts: Parts, ready: Ready) -> None:
+        print(summary(config, parts), file=sys.stderr, flush=True)
+        print(f"ready http={ready.http} grpc={ready.grpc}", flush=True)
+
+    await server.serve(announce)
+
+
+def summary(config: ServingConfig, parts: Parts) -> str:
+    """What a person wants to see first."""
+    info = parts.engine.info
+    capture = "off"
+    if parts.capture is not None:
+        used_mib = parts.capture.used_bytes() / 2**20
+        capture = f"into {config.features_path} ({used_mib:.0f} of {config.features.budget_mib} MiB used)"
+    new = "go live by themselves" if config.registry.auto_activate else "wait for POST /v1/drafters/{version}/activate"
+    lines = {
+        "model": f"{info.name}, {info.num_layers} layers, {info.dtype} on {info.device}, context {info.max_positions}",
+        "drafter": f"{parts.engine.drafter_version}, chains of {config.speculation.max_draft_tokens}",
+        "capture": capture,
+        "registry": f"{config.registry_path}; new versions {new}",
+    }
+    return "\n".join(["Slipstream serves", *(f"  {name:<9} {text}" for name, text in lines.items())])
+
+
+class Server:
+    """One server, from its ports to the last goodbye. Belongs to the event loop that makes it."""
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.config = config
+        self.run_id = f"serving-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.metrics = ServerMetrics()
+        self.admission = Admission(config.admission)
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def stop(self) -> None:
+        """Begin to stop. Called again: wait for running generations no longer."""
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    async def serve(self, on_ready: Callable[[Parts, Ready], None]) -> None:
+        """Serve until `stop`. ConfigError, ModelError or DrafterRejected if it cannot begin."""
+        config = self.config.server
+        grpc = GrpcServer(config.max_request_mib * 2**20)
+        with contextlib.closing(open_http(config)) as listener:
+            grpc_port = open_grpc(grpc, config)
+            ready = Ready(f"http://{place(config.host, listener.getsockname()[1])}", place(config.host, grpc_port))
+            try:
+                parts = await asyncio.to_thread(assemble, self.config, self.run_id, self.metrics.drafter_swap.observe)
+                provenance(self.config.state_path / "serving" / self.run_id, self.config)
+                await self._serve(parts, grpc, listener, lambda: on_ready(parts, ready))
+            finally:
+                await grpc.stop(0)
+
+    async def _serve(self, parts: Parts, grpc: GrpcServer, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        generations = Generations(parts.engine, self.admission, self.metrics.new_request)
+        self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
+        grpc.register(RuntimeServicer(parts.engine, generations, parts.tokenizer))
+        http = HttpServer(self._app(parts, generations))
+        parts.start()
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            await grpc.start()
+            await http.wait_until_started(serving)
+            on_ready()
+            await self._stopping.wait()
+        finally:
+            await self._drain(grpc)
+            await asyncio.to_thread(parts.stop)
+            http.should_exit = True
+            await asyncio.gather(serving, grpc.stop(GOODBYE_S))
+
+    async def _drain(self, grpc: GrpcServer) -> None:
+        """Take nothing new and let what runs come to its end, as far as the grace period goes."""
+        self._stopping.set()
+        self.admission.close()
+        await grpc.announce_stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.server.shutdown_grace_s):
+                while self.admission.num_running and not self._hurry.is_set():
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    def _app(self, parts: Parts, generations: Generations) -> FastAPI:
+        model = ServedModel(
+            parts.resolved.name, parts.engine.info, parts.tokenizer, TokenBytes(parts.resolved.path / "tokenizer.json")
+        )
+
+        def state() -> State:
+            if self._stopping.is_set():
+                return "stopping"
+            return "serving" if parts.engine.is_running else "failed"
+
+        def describe() -> dict[str, object]:
+            return {
+                "model": model.name,
+                "target_version": model.info.fingerprint,
+                "drafter_version": parts.engine.drafter_version,
+                "num_running": self.admission.num_running,
+                "num_waiting": self.admission.num_waiting,
+            }
+
+        return create_app(
+            model,
+            generations,
+            parts.lifecycle,
+            self.metrics,
+            state=state,
+            describe=describe,
+            max_request_bytes=self.config.server.max_request_mib * 2**20,
+        )
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on our event loop and socket; signals are the program's."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(GOODBYE_S),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def wait_until_started(self, serving: asyncio.Task[None]) -> None:
+        while not self.started:
+            if serving.done():
+                await serving
+                raise EngineUnavailable("The HTTP server ended before it began.")
+            await asyncio.sleep(0.01)
+
+
+def place(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,87 @@
+"""Settings of the serving program, as plain dataclasses. Knows no hydra and opens nothing.
+
+What several programs share lives in `runtime.config`; here is what only a server has: ports and admission.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from runtime.config import (
+    BackendConfig,
+    CaptureConfig,
+    DrafterConfig,
+    FeaturesConfig,
+    ModelConfig,
+    RegistryConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    require,
+)
+from runtime.models.home import home
+
+
+class AdmissionPolicy(Enum):
+    REJECT = "reject"  # beyond max_concurrent: refused at once, with Retry-After
+    QUEUE = "queue"  # beyond max_concurrent: waits, in order of arrival
+
+
+@dataclass
+class AdmissionConfig:
+    policy: AdmissionPolicy = AdmissionPolicy.QUEUE
+    max_concurrent: int = 64  # generations at work, of both surfaces together
+    queue_max_len: int = 512  # generations that may wait; beyond it they are refused
+    queue_max_wait_s: float | None = 60.0  # null: for ever
+
+    def __post_init__(self) -> None:
+        require(self.max_concurrent >= 1, "admission.max_concurrent", self.max_concurrent, "at least 1")
+        require(self.queue_max_len >= 0, "admission.queue_max_len", self.queue_max_len, "0 or more")
+        ok = self.queue_max_wait_s is None or self.queue_max_wait_s > 0
+        require(ok, "admission.queue_max_wait_s", self.queue_max_wait_s, "more than 0 seconds, or null to wait for ever")
+
+
+@dataclass
+class ServerConfig:
+    host: str = "127.0.0.1"
+    http_port: int = 8000  # 0: any free port
+    grpc_port: int = 50051  # 0: any free port
+    shutdown_grace_s: float = 10.0  # how long running generations may go on after SIGTERM
+    max_request_mib: int = 8  # body of an HTTP request, message of a gRPC call
+
+    def __post_init__(self) -> None:
+        require(bool(self.host.strip()), "server.host", self.host, "a host name or an address")
+        require(0 <= self.http_port <= 65535, "server.http_port", self.http_port, "between 0 and 65535")
+        require(0 <= self.grpc_port <= 65535, "server.grpc_port", self.grpc_port, "between 0 and 65535")
+        ok = self.http_port != self.grpc_port or self.http_port == 0
+        require(ok, "server.grpc_port", self.grpc_port, "another port than server.http_port")
+        require(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "0 seconds or more")
+        require(self.max_request_mib >= 1, "server.max_request_mib", self.max_request_mib, "at least 1")
+
+
+@dataclass
+class ServingConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    state_dir: str | None = None  # where server and trainer meet; null: <SLIPSTREAM_HOME>/state
+
+    @property
+    def state_path(self) -> Path:
+        return home() / "state" if self.state_dir is None else Path(self.state_dir).expanduser().absolute()
+
+    @property
+    def features_path(self) -> Path:
+        return self.state_path / "features" if self.features.root is None else Path(self.features.root).expanduser().absolute()
+
+    @property
+    def registry_path(self) -> Path:
+        return self.state_path / "registry" if self.registry.root is None else Path(self.registry.root).expanduser().absolute()

@@ -1,0 +1,114 @@
+"""Running generations for both surfaces: a permit, a start, events on the event loop, and everything given back at the end.
+
+The engine speaks on its own thread; `Stream` carries each event to the event loop the moment it comes. Each stream has its
+own unbounded queue: a slow reader holds back only itself, and the tokens of one generation are few. What has to happen at
+the end (permit back, one-shot session closed, times recorded) hangs on the generation's last event, not on the reader, so a
+reader that fails, leaves or is cancelled leaks nothing. Calls into the engine are bookkeeping and do not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from runtime.engine.base import Engine, Generation
+from runtime.errors import SessionNotFound, SlipstreamError
+from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, Started, Tokens
+from serving.admission import Admission
+from serving.metrics import Latencies
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """The events of one generation: Started, Tokens..., Done. A Failed is raised as its error."""
+
+    def __init__(self, latencies: Latencies, on_end: Callable[[], None]) -> None:
+        self.generation: Generation | None = None
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._latencies = latencies
+        self._on_end = on_end
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._take, event, time.perf_counter())
+
+    def _take(self, event: Event, at: float) -> None:
+        self._latencies.see(event, at)
+        self._events.put_nowait(event)
+        if isinstance(event, Done | Failed):
+            self._on_end()
+
+    async def next(self) -> Started | Tokens | Done:
+        """The next event. Not to be called again after Done or an exception, which is always a SlipstreamError."""
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            if isinstance(event.error, SlipstreamError):
+                raise event.error
+            log.error("A generation failed.", exc_info=event.error)
+            raise SlipstreamError("The server failed on this request; its log has the cause.") from event.error
+        return event
+
+    def cancel(self) -> None:
+        """Stop the work, if it still runs. Nobody needs to read on."""
+        if self.generation is not None:
+            self.generation.cancel()
+
+
+class Generations:
+    def __init__(self, engine: Engine, admission: Admission, latencies: Callable[[], Latencies]) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._latencies = latencies
+
+    async def in_session(
+        self,
+        session_id: str,
+        params: SamplingParams,
+        *,
+        expected_history_length: int | None = None,
+        request_id: str | None = None,
+    ) -> Stream:
+        """Continue a session that somebody else owns."""
+        self._engine.get_session(session_id)  # an unknown one does not wait for a permit
+        latencies = self._latencies()
+        permit = await self._admission.acquire()
+        stream = Stream(latencies, on_end=permit.release)
+        with contextlib.ExitStack() as undo:
+            undo.callback(permit.release)
+            stream.generation = self._engine.generate(
+                session_id,
+                params,
+                on_event=stream.put,
+                expected_history_length=expected_history_length,
+                request_id=request_id,
+            )
+            undo.pop_all()
+        return stream
+
+    async def one_shot(self, prompt: Sequence[int], params: SamplingParams, options: SessionOptions) -> Stream:
+        """A session for this prompt alone, closed when the generation ends."""
+        latencies = self._latencies()
+        permit = await self._admission.acquire()
+        with contextlib.ExitStack() as undo:
+            undo.callback(permit.release)
+            session_id = self._engine.create_session(options).session_id
+            undo.callback(self._close, session_id)
+            self._engine.append(session_id, prompt)
+
+            def end() -> None:
+                self._close(session_id)
+                permit.release()
+
+            stream = Stream(latencies, on_end=end)
+            stream.generation = self._engine.generate(session_id, params, on_event=stream.put)
+            undo.pop_all()
+        return stream
+
+    def _close(self, session_id: str) -> None:
+        with contextlib.suppress(SessionNotFound):  # evicted meanwhile, or closed over gRPC
+            self._engine.close_session(session_id)

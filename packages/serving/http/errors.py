@@ -1,0 +1,145 @@
+"""Every refusal over HTTP in OpenAI's envelope: {"error": {"message", "type", "code", "param"}}.
+
+The one table from exception classes to HTTP statuses. A body that does not fit its schema is a 400 that names the field,
+never FastAPI's 422.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from runtime.errors import (
+    CapacityExhausted,
+    DrafterRejected,
+    EngineUnavailable,
+    HistoryMismatch,
+    InvalidRequest,
+    SessionBusy,
+    SessionNotFound,
+    SlipstreamError,
+)
+
+log = logging.getLogger(__name__)
+
+STATUSES: dict[type[SlipstreamError], int] = {
+    InvalidRequest: 400,
+    SessionNotFound: 404,
+    SessionBusy: 409,
+    HistoryMismatch: 409,
+    DrafterRejected: 409,
+    CapacityExhausted: 429,
+    EngineUnavailable: 503,
+}
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the logs of what stands in between
+
+
+class NotFound(SlipstreamError, LookupError):
+    """A name in a path or a field that means nothing here."""
+
+    def __init__(self, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = code
+        self.param = param
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, NotFound):
+        return 404
+    return next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), 500)
+
+
+def envelope(message: str, status: int, code: str | None, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "code": code, "param": param}}
+
+
+def envelope_of(error: Exception) -> dict[str, Any]:
+    """What is not one of our own errors says only that the fault is the server's: its text may hold secrets."""
+    if not isinstance(error, SlipstreamError):
+        return envelope("The server failed on this request; its log has the cause.", 500, "internal")
+    return envelope(error.message, status_of(error), error.reason.lower(), getattr(error, "param", None))
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(SlipstreamError, _own)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def response_of(error: Exception) -> JSONResponse:
+    headers = {}
+    if isinstance(error, CapacityExhausted):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    return JSONResponse(envelope_of(error), status_of(error), headers)
+
+
+async def _own(request: Request, error: Exception) -> JSONResponse:
+    return response_of(error)
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    return response_of(error)  # the server around us logs the traceback
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"There is nothing at {request.url.path}.",
+        405: f"{request.method} is not allowed at {request.url.path}.",
+    }
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    body = envelope(messages.get(error.status_code, error.detail), error.status_code, codes.get(error.status_code))
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = param_of(first["loc"])
+    return JSONResponse(envelope(_sentence(first, param), 400, _code(first), param), 400)
+
+
+def param_of(loc: Sequence[str | int]) -> str | None:
+    """("body", "messages", 0, "content") is messages[0].content; None for the body as a whole."""
+    path = ""
+    for part in loc[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.lstrip(".") or None
+
+
+def _code(error: dict[str, Any]) -> str:
+    return {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(error["type"], "invalid_value")
+
+
+def _sentence(error: dict[str, Any], param: str | None) -> str:
+    match error["type"]:
+        case "json_invalid":
+            return f"The body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}."
+        case "extra_forbidden":
+            return f"{param} is not a parameter that this server supports. Leave it out."
+        case "missing" if param is not None:
+            return f"{param} is required."
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "string_unicode":
+            return f"{param} holds an unpaired surrogate, which is not Unicode text."
+    if param is None:
+        return "The body must be a JSON object, sent with Content-Type: application/json."
+    return f"{param} is not usable: {error['msg']}."

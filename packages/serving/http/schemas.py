@@ -1,0 +1,232 @@
+"""The bodies that the OpenAI endpoints take, and what each field means to the engine.
+
+A field that is listed here is honoured. Any other, and any value that could not be honoured, is refused with the field's
+name. `null` is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from runtime.errors import ContextLengthExceeded, InvalidRequest
+from runtime.types import SamplingParams, SessionOptions
+
+MAX_STOP_STRINGS = 4
+MAX_METADATA = 16
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _joined_text(content: Any) -> Any:
+    """A list of text parts is their text; anything else is for the type check."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text or set(part) != {"type", "text"}:
+            raise ValueError(f'Content part {index} is not {{"type": "text", "text": ...}}; this server takes text alone.')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined_text)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role  # its successor in OpenAI's words
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": role, "content": self.content, **{key: value for key, value in optional.items() if value is not None}}
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class ResponseFormat(_Body):
+    type: Literal["text"]
+
+
+class Speculation(_Body):
+    enabled: bool = True
+    max_draft_tokens: int | None = None
+
+
+def _stop_list(stop: Any) -> Any:
+    if isinstance(stop, str):
+        return [stop]
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop takes up to {MAX_STOP_STRINGS} strings, got {len(stop)}.")
+    return stop
+
+
+_SAME_NAMES = (  # as in SamplingParams
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+
+class SampledRequest(_Body):
+    """What both endpoints share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stop_list)] = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+    # beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    speculation: Speculation | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _one_choice(cls, n: int | None) -> int | None:
+        if n not in (None, 1):
+            raise ValueError(f"n must be 1, got {n}; send the request again for another answer.")
+        return n
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or {}:
+            if not (key.isascii() and key.isdigit()):
+                raise ValueError(f"logit_bias has the key {key!r}; its keys are token ids.")
+        return bias
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_when_streaming(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise ValueError("stream_options is for stream: true alone.")
+        return options
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def prompt_field(self) -> str:
+        return "prompt"
+
+    def sampling_params(self) -> SamplingParams:
+        given = {name: value for name in _SAME_NAMES if (value := getattr(self, name)) is not None}
+        speculation = self.speculation or Speculation()
+        return SamplingParams(
+            **given,
+            max_tokens=self.limit[1],
+            logit_bias=MappingProxyType({int(key): bias for key, bias in (self.logit_bias or {}).items()}),
+            stop=tuple(self.stop or ()),
+            speculate=speculation.enabled,
+            max_draft_tokens=speculation.max_draft_tokens,
+            **self._logprobs(),
+        )
+
+    def _logprobs(self) -> Mapping[str, Any]:
+        return {}
+
+    def session_options(self) -> SessionOptions:
+        return SessionOptions(client_label=self.user or "", labels=MappingProxyType(dict(self.metadata or {})))
+
+    def in_our_words(self, error: InvalidRequest) -> InvalidRequest:
+        """The same refusal under the name that the field has in this body."""
+        names = {
+            "max_tokens": self.limit[0],
+            "max_draft_tokens": "speculation.max_draft_tokens",
+            "token_ids": self.prompt_field,
+            "session_id": self.prompt_field,
+        }
+        kind = ContextLengthExceeded if isinstance(error, ContextLengthExceeded) else InvalidRequest
+        return kind(names.get(error.param, error.param), error.message)
+
+
+class ChatRequest(SampledRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Literal["none"] | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        older = info.data.get("max_tokens")
+        if limit is not None and older is not None and limit != older:
+            raise ValueError(f"max_completion_tokens is {limit} but max_tokens, its older name, is {older}; give one of them.")
+        return limit
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _no_tools(cls, tools: Any) -> Any:
+        if tools:
+            raise ValueError("This server calls no tools; leave tools out or empty.")
+        return tools
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    def _logprobs(self) -> Mapping[str, Any]:
+        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0}
+
+
+def _checked_prompt(prompt: Any) -> Any:
+    is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
+    if not (is_ids or isinstance(prompt, str)):
+        raise ValueError("prompt must be one text or one list of token ids.")
+    if not prompt:
+        raise ValueError("prompt is empty; give at least one token.")
+    return prompt
+
+
+class CompletionRequest(SampledRequest):
+    """POST /v1/completions: text, or token ids, continued as they stand."""
+
+    prompt: Annotated[str | list[int], BeforeValidator(_checked_prompt)]
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        return "max_tokens", COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,0 +1,206 @@
+"""The life of drafter versions in a server: watch the registry, validate, activate at a step boundary, go back.
+
+A version that fails validation is marked rejected with its reason and never loaded; whatever fails, the drafter that serves
+goes on serving. One version at a time. The registry's pointer is shared: another server, or a tool, may move it, and this
+server follows. Knows no transport; everything here may take a while and belongs off the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.config import RegistryConfig
+from runtime.drafters.base import Drafter
+from runtime.engine.base import Engine
+from runtime.errors import DrafterRejected, EngineUnavailable, SlipstreamError
+from runtime.registry import Registry, VersionRecord, VersionState
+
+log = logging.getLogger(__name__)
+
+MAX_HISTORY = 256
+
+LoadDrafter = Callable[[VersionRecord], Drafter]  # validates; DrafterRejected if it must not be served
+
+
+@dataclass(frozen=True)
+class LifecycleEvent:
+    kind: Literal["validated", "rejected", "activated", "failed"]
+    version: str
+    previous: str | None = None  # activated: the version that served before
+    reason: str | None = None  # rejected, failed: a code
+    message: str | None = None
+    seconds: float | None = None  # activated: how long the switch held the engine's loop
+    at: float = field(default_factory=time.time)  # Unix seconds
+
+
+@dataclass(frozen=True)
+class DrafterEntry:
+    """A version as operators see it."""
+
+    version: str
+    state: str
+    reason: str
+    is_active: bool  # serves here and now
+    is_embedded: bool  # came with the program
+    parent: str | None = None
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created_at: float | None = None
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        engine: Engine,
+        registry: Registry,
+        load: LoadDrafter,
+        config: RegistryConfig,
+        *,
+        may_activate: bool = True,  # False: this server was told not to draft; versions are validated only
+        embedded_version: str | None = None,
+        on_swap: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._load = load
+        self._config = config
+        self._may_activate = may_activate
+        self._embedded_version = embedded_version
+        self._on_swap = on_swap
+        self._pointer = registry.active()
+        self._history: deque[LifecycleEvent] = deque(maxlen=MAX_HISTORY)
+        self._counts: Counter[str] = Counter()
+        self._one_at_a_time = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="drafter-lifecycle", daemon=True)
+
+    # --- for the surfaces ---
+
+    @property
+    def active_version(self) -> str:
+        return self._engine.drafter_version
+
+    def history(self) -> list[LifecycleEvent]:
+        """The latest events, oldest first."""
+        return list(self._history)
+
+    def counts(self) -> dict[str, int]:
+        """Events since start, by kind."""
+        return dict(self._counts)
+
+    def entries(self) -> list[DrafterEntry]:
+        return [self._entry(record) for record in self._registry.versions()]
+
+    def activate(self, version: str) -> LifecycleEvent:
+        """Make any sound version of the registry the one that serves, forward or back. Blocks until it does.
+
+        DrafterRejected (UNKNOWN_VERSION, or why it must not serve), EngineUnavailable: on any of them nothing has changed.
+        """
+        with self._one_at_a_time:
+            record = self._registry.get(version)
+            if record.state is VersionState.REJECTED:
+                code, _, message = record.reason.partition(": ")
+                raise DrafterRejected(code, f"Drafter {version} was rejected: {message or code}")
+            if version == self._engine.drafter_version:
+                return LifecycleEvent("activated", version, previous=version, seconds=0.0)
+            drafter = self._validated(record)
+            return self._switch(version, drafter)
+
+    # --- the watcher ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._config.poll_s):
+            try:
+                self.poll()
+            except EngineUnavailable:
+                log.info("The engine is down; the registry is not watched any more.")
+                return
+            except (OSError, SlipstreamError):
+                log.exception("The registry could not be read; trying again in %g s.", self._config.poll_s)
+
+    def poll(self) -> None:
+        """Look at the registry once: take up what is staged, and follow the pointer if somebody else moved it."""
+        with self._one_at_a_time:
+            for record in self._registry.versions():
+                if record.state is VersionState.STAGED and not self._stopping.is_set():
+                    self._take_up(record)
+            self._follow_pointer()
+
+    def _take_up(self, record: VersionRecord) -> None:
+        try:
+            drafter = self._validated(record)
+        except DrafterRejected:
+            return
+        self._registry.set_state(record.version, VersionState.VALIDATED)
+        self._note(LifecycleEvent("validated", record.version))
+        if self._may_activate and self._config.auto_activate:
+            self._switch(record.version, drafter)
+
+    def _follow_pointer(self) -> None:
+        pointer = self._registry.active()
+        if pointer == self._pointer:
+            return
+        self._pointer = pointer  # whatever comes of it, once is enough
+        if pointer is None or not self._may_activate or pointer == self._engine.drafter_version:
+            return
+        record = self._registry.get(pointer)
+        try:
+            drafter = self._load(record)
+        except DrafterRejected as error:
+            self._note(LifecycleEvent("failed", pointer, reason=error.reason, message=error.message))
+            return
+        self._switch(pointer, drafter)
+
+    # --- steps of both ---
+
+    def _validated(self, record: VersionRecord) -> Drafter:
+        """The drafter, loaded and probed. What fails is marked rejected, so nobody tries it again."""
+        try:
+            return self._load(record)
+        except DrafterRejected as error:
+            self._registry.set_state(record.version, VersionState.REJECTED, f"{error.reason}: {error.message}")
+            self._note(LifecycleEvent("rejected", record.version, reason=error.reason, message=error.message))
+            raise
+
+    def _switch(self, version: str, drafter: Drafter) -> LifecycleEvent:
+        previous = self._engine.drafter_version
+        seconds = self._engine.swap_drafter(drafter)
+        self._registry.activate(version)
+        self._pointer = version
+        self._on_swap(seconds)
+        event = LifecycleEvent("activated", version, previous=previous, seconds=seconds)
+        self._note(event)
+        return event
+
+    def _note(self, event: LifecycleEvent) -> None:
+        self._history.append(event)
+        self._counts[event.kind] += 1
+        log.info("Drafter %s: %s%s", event.version, event.kind, f" ({event.reason}: {event.message})" if event.reason else "")
+
+    def _entry(self, record: VersionRecord) -> DrafterEntry:
+        manifest = record.manifest
+        return DrafterEntry(
+            version=record.version,
+            state=record.state.value,
+            reason=record.reason,
+            is_active=record.version == self._engine.drafter_version,
+            is_embedded=record.version == self._embedded_version,
+            parent=manifest.parent if manifest else None,
+            step=manifest.step if manifest else None,
+            metrics=manifest.metrics if manifest else {},
+            created_at=manifest.created_at if manifest else None,
+        )

@@ -43,14 +43,13 @@ class PackedLinear(nn.Module):
 def pack_linears(module: nn.Module) -> int:
     """Replace every nn.Linear below `module` by its packed form, in place; returns how many. Those that cannot pack stay.
 
-    A layer that occurs twice is packed once. A weight tied to an embedding stays with the embedding, the layer gets its copy.
+    A weight tied to an embedding stays with the embedding, and the layer gets a packed copy of its own.
     """
-    packed: dict[nn.Module, PackedLinear] = {}
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
-            # Only nn.Linear itself: a subclass may compute something else.
-            if type(child) is nn.Linear and can_pack(child.weight):
-                if child not in packed:
-                    packed[child] = PackedLinear(child.weight, child.bias)
-                setattr(parent, name, packed[child])
-    return len(packed)
+    num_packed = 0
+    # Parents only: holding the layers themselves would keep all plain weights beside the packed ones until the end.
+    for parent in [part for part in module.modules() if any(type(child) is nn.Linear for child in part.children())]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and can_pack(child.weight):  # not a subclass, which may compute something else
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                num_packed += 1
+    return num_packed

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runtime.linear import PackedLinear, pack_linears
+
+SHAPES = [(192, 576), (576, 1536), (1000, 64), (7, 5), (1, 1)]
+
+
+def weights(out_features: int, in_features: int, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(out_features)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    return weight, torch.randn(out_features, generator=generator) if bias else None
+
+
+def assert_equal_up_to_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_plain_layer_at_every_size(shape: tuple[int, int], bias: bool) -> None:
+    weight, offset = weights(*shape, bias)
+    packed = PackedLinear(weight, offset)
+    rows = torch.randn(300, shape[1], generator=torch.Generator().manual_seed(1))
+    for size in [*range(1, 65), 300]:
+        assert_equal_up_to_rounding(packed(rows[:size]), F.linear(rows[:size], weight, offset))
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 8), (2, 1, 4, 8)], ids=str)
+def test_takes_any_leading_shape(shape: tuple[int, ...]) -> None:
+    weight, offset = weights(6, 8, True)
+    x = torch.randn(shape)
+    assert_equal_up_to_rounding(PackedLinear(weight, offset)(x), F.linear(x, weight, offset))
+
+
+def test_takes_inputs_that_are_not_contiguous() -> None:
+    weight, _ = weights(6, 8, False)
+    x = torch.randn(8, 5).T
+    assert_equal_up_to_rounding(PackedLinear(weight)(x), F.linear(x, weight))
+    sliced = torch.randn(5, 16)[:, ::2]
+    assert_equal_up_to_rounding(PackedLinear(weight)(sliced), F.linear(sliced, weight))
+
+
+def test_packs_a_view_and_keeps_no_part_of_it() -> None:
+    weight, offset = weights(6, 8, True)
+    assert offset is not None
+    expected = F.linear(torch.ones(1, 8), weight, offset)
+    packed = PackedLinear(weight.T.contiguous().T, offset)
+    weight.zero_()
+    offset.zero_()
+    assert_equal_up_to_rounding(packed(torch.ones(1, 8)), expected)
+
+
+def test_has_nothing_to_train() -> None:
+    packed = PackedLinear(*weights(6, 8, True))
+    assert not list(packed.parameters())
+    with pytest.raises(RuntimeError, match="no gradient"):
+        packed(torch.randn(2, 8, requires_grad=True))
+    with torch.no_grad():
+        assert packed(torch.randn(2, 8, requires_grad=True)).shape == (2, 6)
+
+
+def test_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 on cpu cannot be packed"):
+        PackedLinear(torch.zeros(2, 2, dtype=torch.bfloat16))
+
+
+class Small(nn.Module):
+    """A tied head, a layer used twice, and one that only looks like a linear layer."""
+
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8, bias=False))
+        self.again = self.inner[2]
+        self.doubling = self.Doubling(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.embed(ids))
+        return self.head(self.doubling(x) + self.again(self.inner[0](x)))
+
+
+@torch.no_grad()
+def test_a_module_computes_the_same_after_packing() -> None:
+    module = Small()
+    ids = torch.tensor([[1, 2, 3]])
+    expected, embedding = module(ids), module.embed.weight
+    assert pack_linears(module) == 4
+    assert_equal_up_to_rounding(module(ids), expected)
+    assert module.embed.weight is embedding
+    assert type(module.doubling) is Small.Doubling
+    assert isinstance(module.head, PackedLinear)
+    assert pack_linears(module) == 0
+
+
+def test_other_dtypes_stay_plain() -> None:
+    module = Small().to(torch.bfloat16)
+    assert pack_linears(module) == 0
+    assert type(module.head) is nn.Linear

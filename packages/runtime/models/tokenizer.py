@@ -64,6 +64,9 @@ class Tokenizer:
         """The ids of a conversation through the model's chat template, ending where the assistant is to speak."""
         if not messages:
             raise InvalidRequest("messages", "messages is empty; send at least one message.")
+        for index, message in enumerate(messages):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise InvalidRequest("messages", f"messages[{index}] needs a role and a content, both text.")
         if self._pretrained.chat_template is None:
             raise InvalidRequest("messages", "This model has no chat template; send a prompt instead of messages.")
         marker = uuid.uuid4().hex

@@ -101,7 +101,7 @@ def test_the_head_of_last_gives_the_logits(target: Target) -> None:
     assert_near(output.hidden.last @ target.lm_head.T, output.logits)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 60, [7, 1, 30, 22], [59, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 60, [7, 1, 30, 22], [59, 1]], ids=lambda sizes: f"{len(sizes)} chunks")
 def test_chunked_prefill_equals_one_shot(target: Target, oracle: Any, sizes: list[int]) -> None:
     plain, cache, start = oracle(TEXT), target.new_cache(), 0
     for size in sizes:
@@ -184,9 +184,7 @@ def test_a_chain_prefix_is_history(target: Target, oracle: Any) -> None:
 
 def test_trees_of_several_sequences_at_once(target: Target, oracle: Any) -> None:
     first, second = filled(target, TEXT[:20]), filled(target, OTHER[:8])
-    one, two = target.forward(
-        [Segment(first, TREE, PARENTS, num_logits=6), Segment(second, [1, 2, 3], [-1, 0, 0], num_logits=3)]
-    )
+    one, two = target.forward([Segment(first, TREE, PARENTS, num_logits=6), Segment(second, [1, 2, 3], [-1, 0, 0], num_logits=3)])
     assert_near(one.logits[PATHS[0]], oracle(TEXT[:23]).logits[20:])
     assert_near(two.logits[[0, 2]], oracle([*OTHER[:8], 1, 3]).logits[8:])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -81,11 +83,18 @@ def _read(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> 
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(resolved.path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(f"The model in {resolved.path} cannot be loaded: {error}") from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            resolved.path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"The model in {resolved.path} cannot be loaded: {said}") from error
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    model.to(device)  # type: ignore[arg-type]
-    return model
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would leave them random
+        raise ModelError(
+            f"The model in {resolved.path} lacks the weights of {missing[0]} and {len(missing) - 1} more; fetch it again."
+        )
+    return cast(PreTrainedModel, model.to(device))

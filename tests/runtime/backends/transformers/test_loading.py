@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.backends.transformers.loading import choose_device, choose_dtype, load
+from runtime.config import BackendConfig, Dtype, ModelConfig
+from runtime.errors import ConfigError, ModelError
+from runtime.models import ResolvedModel
+
+
+@pytest.fixture
+def copied(tiny: ResolvedModel, tmp_path: Path) -> ResolvedModel:
+    return replace(tiny, path=Path(shutil.copytree(tiny.path, tmp_path / "model")))
+
+
+@pytest.fixture
+def _restores_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_dtype_and_device_by_default() -> None:
+    assert choose_dtype(Dtype.AUTO, torch.device("cpu")) is torch.float32
+    assert choose_dtype(Dtype.AUTO, torch.device("cuda")) is torch.bfloat16
+    assert choose_dtype(Dtype.BFLOAT16, torch.device("cpu")) is torch.bfloat16
+    assert choose_dtype(Dtype.FLOAT32, torch.device("cuda")) is torch.float32
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:", ""])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.device is '{device}'; it must be auto, cpu, cuda or cuda:<index>"):
+        choose_device(device)
+
+
+def test_a_device_that_is_absent_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.device is 'cuda:99', but torch sees"):
+        choose_device("cuda:99")
+
+
+@pytest.mark.usefixtures("_restores_threads")
+def test_settings_reach_torch_and_the_model(tiny: ResolvedModel) -> None:
+    target = load(BackendConfig(num_threads=1), ModelConfig(dtype=Dtype.BFLOAT16, device="cpu"), tiny)
+    assert torch.get_num_threads() == 1
+    assert (target.info.dtype, target.info.device) == ("bfloat16", "cpu")
+    assert target.embedding.dtype is torch.bfloat16
+
+
+def test_damaged_weights_are_refused(copied: ResolvedModel) -> None:
+    weights = copied.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=f"The model in {copied.path} cannot be loaded"):
+        load(BackendConfig(), ModelConfig(device="cpu"), copied)
+
+
+def test_an_unknown_architecture_is_refused(copied: ResolvedModel) -> None:
+    config = json.loads((copied.path / "config.json").read_text())
+    (copied.path / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(BackendConfig(), ModelConfig(device="cpu"), copied)
+
+
+def test_missing_weights_are_refused(copied: ResolvedModel) -> None:
+    config = json.loads((copied.path / "config.json").read_text())
+    (copied.path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
+    with pytest.raises(ModelError, match=r"lacks the weights of model\.layers\.8\..* and 8 more"):
+        load(BackendConfig(), ModelConfig(device="cpu"), copied)
+
+
+def test_weights_of_another_size_are_refused(copied: ResolvedModel) -> None:
+    config = json.loads((copied.path / "config.json").read_text())
+    (copied.path / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(BackendConfig(), ModelConfig(device="cpu"), copied)
+
+
+def test_nothing_is_printed(tiny: ResolvedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    load(BackendConfig(), ModelConfig(device="cpu"), tiny)
+    assert capfd.readouterr() == ("", "")

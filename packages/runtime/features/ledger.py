@@ -239,6 +239,11 @@ class Ledger:
             ORDER BY position DESC LIMIT ?"""
         return [SampleRef.from_json(text) for (text,) in self._database.read(sql, (run_id, limit))]
 
+    def trainable(self) -> list[SampleRef]:
+        """Rows for training whose features are kept, whoever has them or had them, oldest first: to be read, not consumed."""
+        sql = """SELECT ref FROM samples WHERE state IN ('pending', 'leased', 'durable') AND has_features ORDER BY position"""
+        return [SampleRef.from_json(text) for (text,) in self._database.read(sql)]
+
     def status(self) -> dict[str, int]:
         """Rows per state; every state is there. Constant time."""
         return dict(self._database.read("SELECT state, num_rows FROM counts"))
@@ -307,9 +312,9 @@ def _insert(connection: sqlite3.Connection, ref: SampleRef, state: SampleState) 
     ).rowcount
     if not added:
         connection.execute(
-            """UPDATE samples SET generation = ?2, num_bytes = ?3, ref = ?4, has_features = (state <> 'failed')
-                WHERE sample_id = ?1 AND generation < ?2""",
-            values[:4],
+            """UPDATE samples SET generation = ?, num_bytes = ?, ref = ?, has_features = (state <> 'failed')
+                WHERE sample_id = ? AND generation < ?""",
+            (ref.generation, ref.num_bytes, ref.to_json(), ref.sample_id, ref.generation),
         )
     return added > 0
 

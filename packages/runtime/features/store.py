@@ -178,9 +178,9 @@ class LocalDirectoryStore:
         with self._index.transaction() as connection:
             changed = connection.execute("UPDATE objects SET state = 'present' WHERE generation = ?", (generation,)).rowcount
             connection.execute(
-                """UPDATE objects SET state = 'stale' WHERE sample_id = ?1 AND state = 'present' AND generation <
-                    (SELECT max(generation) FROM objects WHERE sample_id = ?1 AND state = 'present')""",
-                (sample_id,),
+                """UPDATE objects SET state = 'stale' WHERE sample_id = ? AND state = 'present' AND generation <
+                    (SELECT max(generation) FROM objects WHERE sample_id = ? AND state = 'present')""",
+                (sample_id, sample_id),
             )
         if not changed:
             _unlink(self._rows / name)

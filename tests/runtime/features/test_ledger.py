@@ -1,0 +1,377 @@
+"""The ledger: one owner per row, checkpoints and their rows in one transaction, a uniform reservoir, bounded attempts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.errors import FeatureError, LeaseLost
+from runtime.features import Ledger, SampleRef
+
+MakeRef = Callable[..., SampleRef]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "ledger.sqlite", max_attempts=3, clock=clock)
+    yield ledger
+    ledger.close()
+
+
+def _ids(refs: list[SampleRef]) -> list[str]:
+    return [ref.sample_id for ref in refs]
+
+
+def _commit(ledger: Ledger, make_ref: MakeRef, names: str) -> None:
+    for name in names:
+        assert ledger.commit(make_ref(name), "train")
+
+
+# --- commit and lease ---
+
+
+def test_commit_deduplicates(ledger: Ledger, make_ref: MakeRef) -> None:
+    assert ledger.commit(make_ref("a"), "train") is True
+    assert ledger.commit(make_ref("a"), "train") is False
+    assert ledger.status() == {"pending": 1, "leased": 0, "durable": 0, "failed": 0, "heldout": 0}
+
+
+def test_a_newer_generation_replaces_the_reference_only(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "a")
+    assert ledger.commit(make_ref("a", generation=5), "train") is False
+    assert ledger.commit(make_ref("a", generation=4), "train") is False
+    assert [(ref.sample_id, ref.generation) for ref in ledger.lease("r", 9, 60)] == [("a", 5)]
+
+
+def test_a_reference_with_a_tensor_is_refused(ledger: Ledger, make_ref: MakeRef) -> None:
+    ref = make_ref("a")
+    object.__setattr__(ref, "labels", {"kind": torch.zeros(1)})
+    with pytest.raises(FeatureError, match=r"value\.labels\['kind'\]"):
+        ledger.commit(ref, "train")
+    assert ledger.status()["pending"] == 0
+
+
+def test_leases_are_oldest_first_and_exclusive(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abcd")
+    assert _ids(ledger.lease("r", 3, 60)) == ["a", "b", "c"]
+    assert _ids(ledger.lease("q", 3, 60)) == ["d"]
+    assert ledger.lease("q", 3, 60) == []
+
+
+def test_held_out_rows_are_never_leased(ledger: Ledger, make_ref: MakeRef) -> None:
+    for name in "abc":
+        ledger.commit(make_ref(name), "heldout")
+    assert ledger.lease("r", 9, 60) == []
+    assert _ids(ledger.heldout(2)) == ["c", "b"]
+
+
+def test_an_expired_lease_goes_back_and_attempts_are_bounded(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
+    _commit(ledger, make_ref, "a")
+    for run in ("r", "q", "p"):
+        assert _ids(ledger.lease(run, 1, 60)) == ["a"]
+        clock.now += 60
+    assert ledger.lease("o", 1, 60) == []
+    assert ledger.status()["failed"] == 1
+    assert ledger.failures() == {"a": "its lease expired or failed 3 times"}
+
+
+def test_heartbeats_keep_leases(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
+    _commit(ledger, make_ref, "ab")
+    ledger.lease("r", 1, 60)
+    for _ in range(5):
+        clock.now += 50
+        assert ledger.heartbeat("r", 60) == 1
+    assert _ids(ledger.lease("q", 9, 60)) == ["b"]
+    clock.now += 61
+    assert _ids(ledger.lease("p", 9, 60)) == ["a", "b"]
+    assert ledger.heartbeat("r", 60) == 0
+
+
+def test_rows_without_features_fail_with_a_reason_and_others_take_their_place(tmp_path: Path, make_ref: MakeRef) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", exists=lambda ref: ref.sample_id not in "ac")
+    _commit(ledger, make_ref, "abcd")
+    assert _ids(ledger.lease("r", 2, 60)) == ["b", "d"]
+    assert ledger.status() == {"pending": 0, "leased": 2, "durable": 0, "failed": 2, "heldout": 0}
+    assert ledger.failures()["a"] == "its features (rows/a) are gone or cut short"
+    ledger.close()
+
+
+def test_an_idle_poll_takes_no_write_lock(ledger: Ledger, tmp_path: Path, make_ref: MakeRef) -> None:
+    """With nothing to lease, polling succeeds while another process holds the write lock."""
+    _commit(ledger, make_ref, "a")
+    ledger.lease("r", 1, 60)
+    other = Ledger(tmp_path / "ledger.sqlite")
+    with other._database.transaction():
+        assert ledger.lease("q", 1, 60) == []
+        assert ledger.status()["leased"] == 1
+    other.close()
+
+
+# --- checkpoints ---
+
+
+def test_a_checkpoint_makes_its_rows_durable(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abc")
+    ledger.lease("r", 9, 60)
+    assert ledger.latest_checkpoint("r") is None
+    recorded = ledger.record_checkpoint("r", Path("c1"), 10, ["a", "b", "a"], metrics={"loss": 0.5})
+    assert ledger.latest_checkpoint("r") == recorded
+    assert (recorded.path, recorded.step, recorded.metrics) == ("c1", 10, {"loss": 0.5})
+    assert ledger.status() == {"pending": 0, "leased": 1, "durable": 2, "failed": 0, "heldout": 0}
+    assert ledger.consumption("r") == {"a": 1, "b": 1}
+    assert _ids(ledger.durable("r", 9)) == ["b", "a"]
+    assert ledger.durable("q", 9) == []
+    ledger.record_checkpoint("r", "c2", 11, ["c"])
+    latest = ledger.latest_checkpoint("r")
+    assert latest is not None
+    assert latest.path == "c2"
+    assert ledger.latest_checkpoint("q") is None
+
+
+@pytest.mark.parametrize("other", ["never leased", "leased by another run", "durable already", "unknown", "failed"])
+def test_a_lost_lease_records_nothing(ledger: Ledger, make_ref: MakeRef, other: str) -> None:
+    _commit(ledger, make_ref, "ab")
+    if other == "never leased":
+        ledger.lease("r", 1, 60)
+    elif other == "leased by another run":
+        ledger.lease("r", 1, 60)
+        ledger.lease("q", 1, 60)
+    elif other == "durable already":
+        ledger.lease("r", 2, 60)
+        ledger.record_checkpoint("r", "c0", 0, ["b"])
+    elif other == "failed":
+        ledger.lease("r", 2, 60)
+        ledger.fail("b", "damaged", retryable=False)
+    else:
+        ledger.lease("r", 1, 60)
+        ledger.forget(["b"])
+    before, latest = ledger.status(), ledger.latest_checkpoint("r")
+    with pytest.raises(LeaseLost, match="Nothing was recorded") as raised:
+        ledger.record_checkpoint("r", "c1", 1, ["a", "b"])
+    assert raised.value.sample_ids == ["b"]
+    assert isinstance(raised.value, FeatureError)
+    assert (ledger.status(), ledger.latest_checkpoint("r")) == (before, latest)
+    ledger.record_checkpoint("r", "c1", 1, ["a"])
+
+
+def test_a_late_trainer_still_counts_until_its_rows_are_taken(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
+    _commit(ledger, make_ref, "ab")
+    ledger.lease("r", 2, 60)
+    clock.now += 100
+    ledger.record_checkpoint("r", "c1", 1, ["a"])  # expired, but nobody else has it
+    assert _ids(ledger.lease("q", 2, 60)) == ["b"]
+    with pytest.raises(LeaseLost):
+        ledger.record_checkpoint("r", "c2", 2, ["b"])
+
+
+def test_recover_returns_what_no_checkpoint_holds_and_spares_attempts(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abc")
+    for _ in range(10):  # more restarts than attempts
+        assert _ids(ledger.lease("r", 9, 60)) == ["a", "b", "c"]
+        assert ledger.recover("r") == 3
+    ledger.lease("r", 1, 60)
+    ledger.lease("q", 1, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    assert ledger.recover("r") == 0
+    assert ledger.status() == {"pending": 1, "leased": 1, "durable": 1, "failed": 0, "heldout": 0}
+
+
+def test_everything_survives_reopening(tmp_path: Path, ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "ab")
+    ledger.lease("r", 9, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    again = Ledger(tmp_path / "ledger.sqlite")
+    assert again.status() == ledger.status()
+    assert again.latest_checkpoint("r") == ledger.latest_checkpoint("r")
+    assert again.recover("r") == 1
+    again.close()
+
+
+# --- failures ---
+
+
+def test_a_retryable_failure_returns_the_row_until_attempts_are_used_up(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "a")
+    for _ in range(2):
+        assert _ids(ledger.lease("r", 1, 60)) == ["a"]
+        assert ledger.fail("a", "out of memory", retryable=True)
+    assert _ids(ledger.lease("r", 1, 60)) == ["a"]
+    assert ledger.fail("a", "out of memory", retryable=True)
+    assert ledger.lease("r", 1, 60) == []
+    assert ledger.failures() == {"a": "out of memory"}
+    assert ledger.fail("a", "again", retryable=True) is False
+    assert ledger.fail("unknown", "?", retryable=False) is False
+
+
+def test_a_damaged_row_fails_at_once_and_its_features_are_garbage(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "a")
+    ledger.commit(make_ref("h"), "heldout")
+    ledger.lease("r", 1, 60)
+    ledger.fail("a", "damaged", retryable=False)
+    ledger.fail("h", "damaged", retryable=False)
+    assert ledger.status()["failed"] == 2
+    assert ledger.needed() == set()
+    assert ledger.heldout(9) == []
+
+
+def test_a_durable_row_stays_durable_when_its_features_fail(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "a")
+    ledger.lease("r", 1, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    assert ledger.fail("a", "gone", retryable=False)
+    assert (ledger.status()["durable"], ledger.durable("r", 9), ledger.needed()) == (1, [], set())
+
+
+# --- making room ---
+
+
+def test_only_the_oldest_durable_rows_are_shed(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abcdef")
+    ledger.commit(make_ref("h"), "heldout")
+    ledger.lease("r", 5, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a", "b", "c", "d"])
+    assert _ids(ledger.shed_durable(150)) == ["a", "b"]
+    assert _ids(ledger.durable("r", 9)) == ["d", "c"]
+    assert _ids(ledger.shed_durable(10**9)) == ["c", "d"]
+    assert ledger.shed_durable(1) == []
+    assert {sample_id for sample_id, _ in ledger.needed()} == {"e", "f", "h"}
+    assert ledger.status()["durable"] == 4
+    assert ledger.consumption("r") == dict.fromkeys("abcd", 1)
+
+
+def test_forget_spares_leased_rows(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "ab")
+    ledger.lease("r", 1, 60)
+    assert ledger.forget(["a", "b", "c"]) == 1
+    assert ledger.status() == {"pending": 0, "leased": 1, "durable": 0, "failed": 0, "heldout": 0}
+
+
+# --- the reservoir ---
+
+
+def test_the_reservoir_is_bounded_and_independent_of_order(tmp_path: Path, make_ref: MakeRef) -> None:
+    kept = []
+    for order in (range(40), reversed(range(40))):
+        ledger = Ledger(tmp_path / f"{len(kept)}.sqlite")
+        pushed_out: list[str] = []
+        for index in order:
+            is_new, out = ledger.hold_out(make_ref(f"s{index}"), 8)
+            assert is_new
+            assert ledger.status()["heldout"] <= 8
+            pushed_out += _ids(out)
+        kept.append(set(_ids(ledger.heldout(99))))
+        to_train = set(_ids(ledger.lease("r", 99, 60)))
+        assert len(kept[-1]) == 8
+        assert kept[-1] | set(pushed_out) | to_train == {f"s{index}" for index in range(40)}
+        assert not to_train & set(pushed_out)  # what was ever held out is never trained on
+        ledger.close()
+    assert kept[0] == kept[1]
+
+
+def test_the_reservoir_is_uniform_over_the_stream(tmp_path: Path, make_ref: MakeRef) -> None:
+    """Over many streams, early and late rows are kept equally often: 8 of 32, each quarter 2 on average."""
+    counts = np.zeros(4)
+    for stream in range(16):
+        ledger = Ledger(tmp_path / f"{stream}.sqlite")
+        for index in range(32):
+            ledger.hold_out(make_ref(f"s{stream}-{index}"), 8)
+        for ref in ledger.heldout(8):
+            counts[int(ref.sample_id.split("-")[1]) // 8] += 1
+        ledger.close()
+    assert counts.sum() == 128
+    assert np.abs(counts - 32).max() < 16  # over 3 standard deviations
+
+
+def test_a_row_offered_twice_changes_nothing(ledger: Ledger, make_ref: MakeRef) -> None:
+    assert ledger.hold_out(make_ref("a"), 4) == (True, [])
+    assert ledger.hold_out(make_ref("a", generation=2), 4) == (False, [])
+    assert ledger.needed() == {("a", 2)}
+
+
+def test_a_smaller_cap_pushes_the_surplus_out(ledger: Ledger, make_ref: MakeRef) -> None:
+    for name in "abcdef":
+        ledger.hold_out(make_ref(name), 6)
+    _, out = ledger.hold_out(make_ref("g"), 2)
+    assert ledger.status()["heldout"] == 2
+    assert len(out) + ledger.status()["pending"] == 5
+
+
+def test_a_cap_of_zero_trains_on_everything(ledger: Ledger, make_ref: MakeRef) -> None:
+    assert ledger.hold_out(make_ref("a"), 0) == (True, [])
+    assert _ids(ledger.lease("r", 9, 60)) == ["a"]
+
+
+# --- several at once ---
+
+
+def test_processes_leasing_at_once_never_get_the_same_row(tmp_path: Path, make_ref: MakeRef) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    names = [f"s{index}" for index in range(150)]
+    for name in names:
+        ledger.commit(make_ref(name), "train")
+    code = """
+import sys, time
+from pathlib import Path
+from runtime.features import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+while refs := ledger.lease(sys.argv[2], 2, 600):
+    print(*(ref.sample_id for ref in refs), sep="\\n")
+    time.sleep(0.002)  # as one who trains on them: SQLite is not fair to those who wait
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "ledger.sqlite")]
+    processes = [
+        subprocess.Popen([*command, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for run in ("r", "q", "p")
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    shares = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert sorted(chain.from_iterable(shares)) == sorted(names)
+    assert sum(len(share) > 0 for share in shares) >= 2, "the processes did not overlap"
+    ledger.close()
+
+
+def test_threads_of_one_ledger_never_get_the_same_row(ledger: Ledger, make_ref: MakeRef) -> None:
+    for index in range(60):
+        ledger.commit(make_ref(f"s{index}"), "train")
+    got: Counter[str] = Counter()
+
+    def take(run: str) -> None:
+        while refs := ledger.lease(run, 2, 600):
+            got.update(_ids(refs))
+
+    threads = [threading.Thread(target=take, args=(f"r{index}",)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 60
+    assert set(got.values()) == {1}

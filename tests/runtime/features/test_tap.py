@@ -1,0 +1,395 @@
+"""The tap: what it keeps is exact, what it does not keep is counted, and it never makes the engine wait or fall."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.backends.base import TargetInfo
+from runtime.config import CaptureConfig
+from runtime.features import (
+    CapturedTurn,
+    FeatureRow,
+    FeatureTap,
+    Ledger,
+    LocalDirectoryStore,
+    SampleMeta,
+    Tap,
+    open_feature_plane,
+)
+from runtime.hidden_states import HiddenStates
+
+MakeTurn = Callable[..., CapturedTurn]
+Plane = tuple[LocalDirectoryStore, Ledger]
+CONFIG = CaptureConfig(heldout_fraction=0.0)
+
+
+@contextmanager
+def tapping(plane: Plane, info: TargetInfo, config: CaptureConfig = CONFIG, **options: Any) -> Iterator[FeatureTap]:
+    tap = FeatureTap(*plane, config, run_id="server", target_info=info, **options)
+    try:
+        yield tap
+    finally:
+        tap.close()
+
+
+def _nonzero(tap: FeatureTap) -> dict[str, int]:
+    return {outcome: count for outcome, count in tap.counters().items() if count}
+
+
+def _rows(plane: Plane) -> list[FeatureRow]:
+    store, ledger = plane
+    return [store.get(ref) for ref in ledger.lease("reader", 99, 600)]
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Gate:
+    """A redaction hook that holds the writer until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+
+    def __call__(self, token_ids: tuple[int, ...]) -> bool:
+        self.entered.set()
+        assert self.opened.wait(30)
+        return False
+
+
+# --- what is kept ---
+
+
+def test_a_turn_becomes_a_row(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn(num_tokens=40, num_generated=20)
+    with tapping(plane, target_info, tokenizer_hash="t", vocabulary_hash="u") as tap:
+        protocol: Tap = tap
+        assert protocol.offer(turn) is True
+    store, ledger = plane
+    [ref] = ledger.lease("reader", 9, 60)
+    row, hidden = store.get(ref), HiddenStates.concat(turn.hidden)
+    assert row.token_ids.tolist() == list(turn.token_ids)
+    assert row.generated.tolist() == list(turn.generated)
+    assert torch.equal(row.hidden.aux, hidden.aux.bfloat16())
+    assert torch.equal(row.hidden.last, hidden.last.bfloat16())
+    assert (ref.run_id, ref.source, ref.target_fingerprint) == ("server", "session/s", "fp")
+    assert (ref.aux_layer_ids, ref.drafter_version, ref.labels) == ((1, 2, 3), "v0", {"kind": "test"})
+    assert (ref.tokenizer_hash, ref.vocabulary_hash) == ("t", "u")
+    assert _nonzero(tap) == {"offered": 1, "captured": 1}
+
+
+def test_a_state_of_the_last_token_is_left_out(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    """The engine may have run the last token already: one more position than the row takes."""
+    turn = make_turn(num_tokens=40)
+    extra = HiddenStates(torch.full((1, 24), 7.0), torch.full((1, 8), 7.0))
+    with tapping(plane, target_info) as tap:
+        tap.offer(replace(turn, hidden=(*turn.hidden, extra)))
+    [row] = _rows(plane)
+    assert torch.equal(row.hidden.aux, HiddenStates.concat(turn.hidden).aux.bfloat16())
+
+
+def test_a_long_history_keeps_its_end(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn(num_tokens=100, num_generated=20)
+    with tapping(plane, target_info, replace(CONFIG, max_row_tokens=32)) as tap:
+        tap.offer(turn)
+    [row] = _rows(plane)
+    assert row.token_ids.tolist() == list(turn.token_ids[-32:])
+    assert row.generated.sum() == 20
+    assert torch.equal(row.hidden.last, HiddenStates.concat(turn.hidden).last[-31:].bfloat16())
+    assert _nonzero(tap) == {"offered": 1, "captured": 1, "truncated": 1}
+
+
+def test_a_long_answer_is_cut_into_aligned_rows(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn(num_tokens=100, num_generated=90)
+    hidden = HiddenStates.concat(turn.hidden)
+    with tapping(plane, target_info, replace(CONFIG, max_row_tokens=32)) as tap:
+        tap.offer(turn)
+    rows = _rows(plane)
+    taught: list[int] = []
+    for row in rows:
+        start = turn.token_ids.index(int(row.token_ids[0]))
+        assert row.token_ids.tolist() == list(turn.token_ids[start : start + 32])
+        assert torch.equal(row.hidden.aux, hidden.aux[start : start + 31].bfloat16())
+        taught += row.token_ids[2:][row.generated[1:-1] & row.generated[2:]].tolist()
+    assert taught == list(turn.token_ids[11:])
+    assert len(rows) == 4
+    assert _nonzero(tap) == {"offered": 1, "cut": 3, "captured": 4, "truncated": 1}
+
+
+def test_rows_are_copies_not_views(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    """A part may be a slice of a large buffer; what is stored has the row's size."""
+    turn = make_turn(num_tokens=40)
+    buffer = HiddenStates(torch.randn(4000, 24), torch.randn(4000, 8))
+    with tapping(plane, target_info) as tap:
+        tap.offer(replace(turn, hidden=(buffer[100:139],)))
+    [row] = _rows(plane)
+    assert torch.equal(row.hidden.aux, buffer.aux[100:139].bfloat16())
+    assert plane[0].used_bytes() < 40 * (32 * 2 + 9) + 600
+
+
+def test_the_same_turn_twice_is_one_row(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    with tapping(plane, target_info) as tap:
+        tap.offer(make_turn("a"))
+        tap.offer(make_turn("a"))
+        tap.offer(make_turn("b"))
+    assert _nonzero(tap) == {"offered": 3, "captured": 2, "duplicate": 1}
+    assert len(_rows(plane)) == 2
+
+
+def test_held_out_rows_are_set_aside(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    store, ledger = plane
+    config = CaptureConfig(heldout_fraction=0.5, heldout_max_rows=5, queue_max_rows=200)
+    with tapping(plane, target_info, config) as tap:
+        for index in range(60):
+            tap.offer(make_turn(f"s{index}"))
+    held_out = ledger.heldout(99)
+    assert len(held_out) == 5
+    status = ledger.status()
+    assert 30 < status["pending"] < 55
+    num_deleted = 60 - status["pending"] - 5
+    assert num_deleted > 0  # pushed out of the reservoir, features and all
+    assert store.health().num_rows == status["pending"] + 5
+    assert all(store.exists(ref) for ref in held_out)
+    assert _nonzero(tap) == {"offered": 60, "captured": 60}
+
+
+def test_the_split_does_not_depend_on_the_run(tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    """The same traffic through the same server twice gives the same rows and the same split."""
+    seen = []
+    for name in ("one", "two"):
+        plane = open_feature_plane(tmp_path / name, 1 << 24)
+        with tapping(plane, target_info, CaptureConfig(heldout_fraction=0.3)) as tap:
+            for index in range(20):
+                tap.offer(make_turn(f"s{index}"))
+        seen.append({ref.sample_id for ref in plane[1].heldout(99)})
+    assert seen[0] == seen[1]
+    assert 0 < len(seen[0]) < 20
+
+
+def test_rows_of_one_turn_stay_together(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    _, ledger = plane
+    config = CaptureConfig(heldout_fraction=0.5, max_row_tokens=16)
+    with tapping(plane, target_info, config) as tap:
+        for index in range(12):
+            tap.offer(make_turn(f"s{index}", num_generated=39))
+    sides = [{ref.source for ref in refs} for refs in (ledger.heldout(999), ledger.lease("r", 999, 60))]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+
+
+# --- what is not kept ---
+
+
+def test_short_turns_are_skipped(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    with tapping(plane, target_info, replace(CONFIG, min_generated_tokens=8)) as tap:
+        assert tap.offer(make_turn("a", num_generated=7)) is False
+        assert tap.offer(make_turn("b", num_generated=8)) is True
+    assert _nonzero(tap) == {"offered": 2, "captured": 1, "skipped_short": 1}
+
+
+def test_sampling_is_deterministic_and_about_right(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    taken = []
+    turns = [make_turn(f"s{index}") for index in range(100)]
+    for _ in range(2):
+        with tapping(plane, target_info, replace(CONFIG, sampling_rate=0.3, queue_max_rows=200)) as tap:
+            taken.append([tap.offer(turn) for turn in turns])
+            assert tap.counters()["skipped_sampled_out"] == 100 - sum(taken[-1])
+    assert taken[0] == taken[1]
+    assert 15 < sum(taken[0]) < 45
+
+
+def test_redacted_rows_are_never_written(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def redact(token_ids: tuple[int, ...]) -> bool:
+        seen.append(token_ids)
+        return len(token_ids) == 41
+
+    with tapping(plane, target_info, redact=redact) as tap:
+        tap.offer(make_turn("a", num_tokens=41))
+        tap.offer(make_turn("b", num_tokens=40))
+    assert _nonzero(tap) == {"offered": 2, "captured": 1, "redacted": 1}
+    assert seen[1] == make_turn("b").token_ids
+    assert [row.num_tokens for row in _rows(plane)] == [40]
+
+
+def test_a_hook_that_fails_keeps_nothing_and_the_tap_lives(
+    plane: Plane, target_info: TargetInfo, make_turn: MakeTurn, caplog: pytest.LogCaptureFixture
+) -> None:
+    def redact(token_ids: tuple[int, ...]) -> bool:
+        if len(token_ids) == 41:
+            raise LookupError("no such list")
+        return False
+
+    with tapping(plane, target_info, redact=redact) as tap:
+        for name in "abc":
+            tap.offer(make_turn(name, num_tokens=41))
+        tap.offer(make_turn("d"))
+    assert _nonzero(tap) == {"offered": 4, "captured": 1, "failed_unexpected": 3}
+    assert len([record for record in caplog.records if "no such list" in record.getMessage()]) == 1  # said once
+
+
+def test_states_that_are_not_finite_are_refused(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn("a", num_parts=1)
+    turn.hidden[0].last[3, 2] = float("nan")
+    with tapping(plane, target_info) as tap:
+        tap.offer(turn)
+    assert _nonzero(tap) == {"offered": 1, "failed_non_finite": 1}
+
+
+def test_a_failing_disk_is_counted_and_survived(
+    plane: Plane, target_info: TargetInfo, make_turn: MakeTurn, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = plane[0].root / "rows"
+    gate = Gate()
+    with tapping(plane, target_info, redact=gate) as tap:
+        tap.offer(make_turn("a"))
+        assert gate.entered.wait(10)
+        shutil.rmtree(rows)
+        gate.opened.set()
+        tap.offer(make_turn("b"))
+        _wait_until(lambda: tap.counters()["failed_io"] == 2)
+        rows.mkdir()
+        tap.offer(make_turn("c"))
+    assert _nonzero(tap) == {"offered": 3, "captured": 1, "failed_io": 2}
+    assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
+    assert plane[0].health().num_rows == 1
+
+
+def test_a_ledger_that_fails_leaves_no_orphan(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    store, ledger = plane
+    ledger.close()
+    with tapping(plane, target_info) as tap:
+        tap.offer(make_turn("a"))
+    assert _nonzero(tap) == {"offered": 1, "failed_io": 1}
+    assert store.used_bytes() == 0
+
+
+# --- under load ---
+
+
+def test_a_flood_never_blocks_and_every_turn_is_accounted_for(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    """While the writer is stuck: the queue fills, the rest is shed, and no offer takes more than a few milliseconds."""
+    gate = Gate()
+    turns = [make_turn(f"s{index}", num_tokens=400, num_generated=200) for index in range(300)]
+    with tapping(plane, target_info, replace(CONFIG, queue_max_rows=16), redact=gate) as tap:
+        tap.offer(turns[0])
+        assert gate.entered.wait(10)
+        took = []
+        for turn in turns[1:]:
+            start = time.perf_counter()
+            tap.offer(turn)
+            took.append(time.perf_counter() - start)
+        assert tap.counters()["shed_queue_full"] == 300 - 1 - 16
+        assert tap.queue_depth() == 16
+        gate.opened.set()
+    assert sorted(took)[int(0.95 * len(took))] < 0.003  # the scheduler may take one or the other
+    assert _nonzero(tap) == {"offered": 300, "captured": 17, "shed_queue_full": 283}
+    assert len(_rows(plane)) == 17
+
+
+def test_offers_from_many_threads_add_up(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turns = [make_turn(f"s{index}") for index in range(200)]
+    with tapping(plane, target_info, replace(CONFIG, queue_max_rows=4)) as tap:
+        threads = [threading.Thread(target=lambda part=part: [tap.offer(turn) for turn in turns[part::4]]) for part in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    counts = tap.counters()
+    assert counts["captured"] + counts["shed_queue_full"] == counts["offered"] == 200
+    assert counts["captured"] == plane[1].status()["pending"] == plane[0].health().num_rows
+
+
+def test_the_queue_is_bounded_in_bytes_too(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    gate = Gate()
+    turn_bytes = 39 * 32 * 4
+    with tapping(plane, target_info, redact=gate, queue_max_bytes=2 * turn_bytes) as tap:
+        tap.offer(make_turn("a"))
+        assert gate.entered.wait(10)
+        assert [tap.offer(make_turn(name)) for name in "bcd"] == [True, True, False]
+        gate.opened.set()
+    assert _nonzero(tap) == {"offered": 4, "captured": 3, "shed_queue_full": 1}
+
+
+def test_the_budget_sheds_only_when_nothing_trained_is_left(
+    tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn, make_meta: Callable[..., SampleMeta]
+) -> None:
+    with tapping(open_feature_plane(tmp_path / "measure", 1 << 20), target_info) as tap:
+        tap.offer(make_turn("m"))
+    size = tap._store.used_bytes()
+    store, ledger = plane = open_feature_plane(tmp_path / "real", 4 * size + 600)
+    with tapping(plane, target_info) as tap:
+        for index in range(7):
+            tap.offer(make_turn(f"s{index}"))
+    assert _nonzero(tap) == {"offered": 7, "captured": 4, "shed_budget": 3}
+    refs = ledger.lease("run", 2, 600)
+    ledger.record_checkpoint("run", "c", 1, [ref.sample_id for ref in refs])
+    with tapping(plane, target_info) as tap:
+        for index in range(7, 12):
+            tap.offer(make_turn(f"s{index}"))
+    assert _nonzero(tap) == {"offered": 5, "captured": 2, "shed_budget": 3}
+    assert store.used_bytes() <= store.budget_bytes
+    assert not store.exists(refs[0])
+    assert ledger.status() == {"pending": 4, "leased": 0, "durable": 2, "failed": 0, "heldout": 0}
+
+
+def test_tensors_are_let_go_when_written(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn("a", num_parts=1)
+    alive = weakref.ref(turn.hidden[0].aux)
+    with tapping(plane, target_info) as tap:
+        tap.offer(turn)
+        del turn
+        _wait_until(lambda: alive() is None)  # though the tap still runs
+
+
+# --- the end ---
+
+
+def test_close_drains_and_later_offers_are_shed(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    with tapping(plane, target_info) as tap:
+        for index in range(30):
+            tap.offer(make_turn(f"s{index}"))
+        tap.close()
+        assert plane[1].status()["pending"] == 30
+        assert tap.offer(make_turn("late")) is False
+        tap.close()
+    assert _nonzero(tap) == {"offered": 31, "captured": 30, "shed_closed": 1}
+
+
+def test_close_keeps_its_time_limit(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    gate = Gate()
+    tap = FeatureTap(*plane, CONFIG, run_id="server", target_info=target_info, redact=gate)
+    for index in range(5):
+        tap.offer(make_turn(f"s{index}"))
+    assert gate.entered.wait(10)
+    start = time.monotonic()
+    tap.close(timeout_s=0.2)
+    assert time.monotonic() - start < 2.0
+    assert tap.counters()["shed_closed"] == 4
+    gate.opened.set()
+    tap.close()
+    assert _nonzero(tap) == {"offered": 5, "captured": 1, "shed_closed": 4}
+
+
+def test_a_turn_that_does_not_fit_itself_is_a_programming_error(make_turn: MakeTurn) -> None:
+    turn = make_turn()
+    with pytest.raises(AssertionError, match="positions"):
+        replace(turn, hidden=turn.hidden[:-1])
+    with pytest.raises(AssertionError, match="marks"):
+        replace(turn, generated=(True,))

@@ -59,16 +59,23 @@ class DraftVocabulary:
         """The checkpoint's two tables, held against each other."""
         if t2d.ndim != 1 or t2d.dtype != torch.bool:
             raise _bad(f"t2d has shape {list(t2d.shape)} and type {t2d.dtype}; a list of bool is needed")
-        vocabulary = DraftVocabulary.from_d2t(d2t, len(t2d))
+        vocabulary = _from_offsets(d2t, len(t2d))
         if not torch.equal(vocabulary.t2d, t2d.cpu()):
             raise _bad(f"d2t names {len(vocabulary)} tokens and t2d marks {int(t2d.sum())}, and they are not the same ones")
         return vocabulary
 
     @staticmethod
     def from_d2t(d2t: torch.Tensor, vocab_size: int) -> DraftVocabulary:
-        if d2t.ndim != 1 or d2t.dtype not in (torch.int64, torch.int32):
-            raise _bad(f"d2t has shape {list(d2t.shape)} and type {d2t.dtype}; a list of int64 offsets is needed")
-        return DraftVocabulary(d2t.cpu().long() + torch.arange(len(d2t)), vocab_size)
+        """The offsets alone, where a checkpoint has no t2d to hold them against."""
+        if len(d2t) < vocab_size and not bool(d2t.any()):
+            raise _bad("d2t is all zeros and there is no t2d beside it: it was never filled in")
+        return _from_offsets(d2t, vocab_size)
+
+
+def _from_offsets(d2t: torch.Tensor, vocab_size: int) -> DraftVocabulary:
+    if d2t.ndim != 1 or d2t.dtype not in (torch.int64, torch.int32):
+        raise _bad(f"d2t has shape {list(d2t.shape)} and type {d2t.dtype}; a list of int64 offsets is needed")
+    return DraftVocabulary(d2t.cpu().long() + torch.arange(len(d2t)), vocab_size)
 
 
 def _bad(what: str) -> Exception:

@@ -6,12 +6,12 @@ What several programs share lives in `runtime.config`; here is what only a serve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from runtime.config import (
     BackendConfig,
     CaptureConfig,
+    Choice,
     DrafterConfig,
     FeaturesConfig,
     ModelConfig,
@@ -23,7 +23,7 @@ from runtime.config import (
 from runtime.models.home import home
 
 
-class AdmissionPolicy(Enum):
+class AdmissionPolicy(Choice):
     REJECT = "reject"  # beyond max_concurrent: refused at once, with Retry-After
     QUEUE = "queue"  # beyond max_concurrent: waits, in order of arrival
 

@@ -112,7 +112,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = param_of(first["loc"])
+    param = None if first["type"] == "json_invalid" else param_of(first["loc"])
     return JSONResponse(envelope(_sentence(first, param), 400, _code(first), param), 400)
 
 
@@ -138,8 +138,6 @@ def _sentence(error: dict[str, Any], param: str | None) -> str:
             return f"{param} is required."
         case "value_error":
             return str(error["ctx"]["error"])
-        case "string_unicode":
-            return f"{param} holds an unpaired surrogate, which is not Unicode text."
     if param is None:
         return "The body must be a JSON object, sent with Content-Type: application/json."
     return f"{param} is not usable: {error['msg']}."

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
 from runtime.types import SamplingParams, SessionOptions
@@ -18,6 +18,16 @@ from runtime.types import SamplingParams, SessionOptions
 MAX_STOP_STRINGS = 4
 MAX_METADATA = 16
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("The text holds an unpaired surrogate, which is not Unicode.")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class _Body(BaseModel):
@@ -39,9 +49,9 @@ def _joined_text(content: Any) -> Any:
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined_text)]
-    name: str | None = None
-    tool_call_id: str | None = None
+    content: Annotated[Text, BeforeValidator(_joined_text)]
+    name: Text | None = None
+    tool_call_id: Text | None = None
 
     def for_template(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role  # its successor in OpenAI's words
@@ -86,20 +96,20 @@ _SAME_NAMES = (  # as in SamplingParams
 class SampledRequest(_Body):
     """What both endpoints share."""
 
-    model: str
+    model: Text
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stop_list)] = None
+    stop: Annotated[list[Text] | None, BeforeValidator(_stop_list)] = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+    user: Text | None = None
+    metadata: dict[Text, Text] | None = Field(None, max_length=MAX_METADATA)
     # beyond OpenAI's
     top_k: int | None = None
     min_p: float | None = None
@@ -176,13 +186,20 @@ class SampledRequest(_Body):
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     tool_choice: Literal["none"] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _some_message(cls, messages: list[Message]) -> list[Message]:
+        if not messages:
+            raise ValueError("messages is empty; send at least one message.")
+        return messages
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -219,7 +236,7 @@ def _checked_prompt(prompt: Any) -> Any:
         raise ValueError("prompt must be one text or one list of token ids.")
     if not prompt:
         raise ValueError("prompt is empty; give at least one token.")
-    return prompt
+    return _unicode(prompt) if isinstance(prompt, str) else prompt
 
 
 class CompletionRequest(SampledRequest):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.eagle3.config import Eagle3Config
+from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.eagle3.vocab import DraftVocabulary
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -198,13 +199,16 @@ def _frequencies(config: Eagle3Config) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    like_target = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
-    )
-    with torch.device("cpu"):
-        embedding = LlamaRotaryEmbedding(like_target)
+    try:
+        like_target = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=rope,
+        )
+        with torch.device("cpu"):
+            embedding = LlamaRotaryEmbedding(like_target)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise rejected(RejectReason.ROPE, f"The drafter's rope {rope} cannot be computed ({error}).") from error
     return embedding.inv_freq.float(), float(embedding.attention_scaling)

@@ -13,7 +13,7 @@ Knows no network and no store. Shapes: the legend of runtime/types.py; T packed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,3 +109,17 @@ def pack(rows: Sequence[TrainingRow], num_depths: int, device: torch.device | No
     )
     ids = [row.sample_id for row in rows]
     return Batch(aux, next_ids, positions, row_offsets, query_at, query_offsets, depths, chain, last, ids)
+
+
+def group_by_tokens(rows: Sequence[TrainingRow], max_tokens: int) -> Iterator[list[TrainingRow]]:
+    """Consecutive groups of at most max_tokens tokens; a longer row is a group of its own."""
+    group: list[TrainingRow] = []
+    num_tokens = 0
+    for row in rows:
+        if group and num_tokens + row.num_tokens > max_tokens:
+            yield group
+            group, num_tokens = [], 0
+        group.append(row)
+        num_tokens += row.num_tokens
+    if group:
+        yield group

@@ -1,6 +1,6 @@
 """Settings of the trainer, as plain dataclasses; ranges are checked when an object is made. Hydra builds them at the door.
 
-What belongs to rooms that both programs share (model, backend, features, registry) is configured by their own dataclasses.
+What belongs to rooms that both programs share (model, features, registry) is configured by their own dataclasses.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from runtime.config import BackendConfig, Choice, FeaturesConfig, ModelConfig, RegistryConfig, require
+from runtime.config import Choice, Dtype, FeaturesConfig, ModelConfig, RegistryConfig, require
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -43,7 +43,7 @@ class TrainerConfig:
     run_id: str = "default"  # a run with this name in the state directory is resumed
     init: str = "auto"  # auto (the active version, else the embedded drafter, else scratch), scratch, or a checkpoint directory
     seed: int = 0
-    num_threads: int | None = None  # None: torch's own choice
+    num_threads: int | None = None  # CPU threads; None: half of the cores online (a server needs the others), all offline
     niceness: int = 5  # lowers the priority beside a server on the same machine; 0: leave it
     ttt_steps: int = 3  # L, depths unrolled in training
     depth_decay: float = 0.8  # weight of depth k is depth_decay ** k
@@ -97,9 +97,8 @@ class DataConfig:
     batch_rows: int = 8
     max_batch_tokens: int = 16384  # a batch stops growing there; a single longer row is a batch of its own
     passes: int = 6  # how often a row is trained on; offline: epochs
-    fill_wait_s: float = 3.0  # a batch that is not full waits so long for more rows
-    replay_rows: int = 1024  # rows kept on disk after training, newest first; older ones are deleted
-    replay_mib: int = 1024
+    fill_wait_s: float = 10.0  # a batch that is not full waits until no row has come for so long
+    replay_rows: int = 1024  # the newest so many trained rows may be replayed
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
 
@@ -110,7 +109,6 @@ class DataConfig:
         require(self.fill_wait_s >= 0, "data.fill_wait_s", self.fill_wait_s, "0 or more seconds")
         ok = self.replay_rows >= self.batch_rows
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
-        require(self.replay_mib >= 1, "data.replay_mib", self.replay_mib, "at least 1")
         require(self.lease_timeout_s >= 5, "data.lease_timeout_s", self.lease_timeout_s, "at least 5 seconds")
         require(self.poll_s > 0, "data.poll_s", self.poll_s, "more than 0 seconds")
 
@@ -118,10 +116,13 @@ class DataConfig:
 @dataclass
 class TrainingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    backend: BackendConfig = field(default_factory=BackendConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mode: Mode = Mode.ONLINE
     state_dir: str | None = None  # None: `state` in the home directory of the models
+
+    def __post_init__(self) -> None:
+        ok = self.model.dtype is not Dtype.BFLOAT16
+        require(ok, "model.dtype", self.model.dtype.value, "auto or float32: a drafter is trained in float32")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def soft_cross_entropy(
     teacher: torch.Tensor,  # int64 [N] row of `last` that teaches each pair
     weights: torch.Tensor,  # [N]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sum of weights * cross-entropy, cross-entropies [N], greedy draft ids [N]); the first has a gradient for states and head."""
+    """(sum of weights * cross-entropy, cross-entropies [N], greedy draft ids [N]); only the first has a gradient."""
     loss, entropies, drafts = _SoftCrossEntropy.apply(states, head, teacher_head, last, teacher, weights)  # type: ignore[no-untyped-call]
     return loss, entropies, drafts
 
@@ -89,9 +90,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         order = torch.argsort(teacher, stable=True)
         starts = torch.arange(0, len(last) + TEACHER_BLOCK, TEACHER_BLOCK, device=teacher.device)
         bounds = torch.searchsorted(teacher[order], starts).tolist()
-        largest = max((stop - start for start, stop in zip(bounds, bounds[1:], strict=False)), default=0)
+        largest = max((stop - start for start, stop in pairwise(bounds)), default=0)
         logits_buffer, probs_buffer = states.new_empty(largest, len(head)), states.new_empty(largest, len(head))
-        for block, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for block, (start, stop) in enumerate(pairwise(bounds)):
             if start == stop:
                 continue
             pairs, first = order[start:stop], block * TEACHER_BLOCK

@@ -1,25 +1,34 @@
-"""Small drafters and rows of random features, the same for a given seed."""
+"""Small drafters, rows of random features, and a whole state directory of rows that a drafter can learn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from training.batches import TrainingRow
 
-from runtime.eagle3.config import Eagle3Config
-from runtime.eagle3.model import Eagle3Model
-from runtime.eagle3.vocab import DraftVocabulary
+from runtime.config import ModelConfig
+from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
+from runtime.features.plane import open_feature_plane
+from runtime.features.refs import SampleMeta
 from runtime.features.row import FeatureRow
 from runtime.hidden_states import HiddenStates
+from runtime.models import ResolvedModel, make_tiny, resolve
+from training.batches import TrainingRow
+from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfig
+from training.target_weights import TargetWeights, load_target_weights
 
 V, VD, HT = 40, 24, 16
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -64,3 +73,105 @@ def make_row() -> Callable[..., TrainingRow]:
         return TrainingRow(sample_id or f"row-{seed}", features)
 
     return make
+
+
+# --- a whole state directory ---
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> ResolvedModel:
+    root = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(root / "home"))
+        return resolve(str(make_tiny(root / "tiny", hidden_size=32, num_layers=6)))
+
+
+@pytest.fixture(scope="session")
+def target(tiny: ResolvedModel) -> TargetWeights:
+    return load_target_weights(tiny, torch.device("cpu"))
+
+
+class State:
+    """A state directory: its feature plane, and rows put into it. Text follows a rule (each token has one successor), so a
+    drafter can learn it, and each last state is that of a target sure of the token that follows."""
+
+    def __init__(self, root: Path, model: ResolvedModel, target: TargetWeights) -> None:
+        self.root = root
+        self.model = model
+        self.target = target
+        self.store, self.ledger = open_feature_plane(root / "features", 1 << 30)
+        generator = torch.Generator().manual_seed(99)
+        self.successor = torch.randperm(target.vocab_size, generator=generator)
+        self.channels = torch.randn(target.vocab_size, 3 * target.hidden_size, generator=generator)
+        self.channels *= torch.logspace(-2, 3, 3 * target.hidden_size)  # as uneven as real ones
+
+    def row(self, seed: int, num_prompt: int = 6, num_generated: int = 14, salt: int = 0) -> FeatureRow:
+        """salt: another rule, so another kind of traffic."""
+        successor = torch.roll(self.successor, salt)
+        ids = [seed * 37 % self.target.vocab_size]
+        while len(ids) < num_prompt + num_generated:
+            ids.append(int(successor[ids[-1]]))
+        token_ids = torch.tensor(ids)
+        following = token_ids[1:]
+        directions = torch.nn.functional.normalize(self.target.lm_head.float(), dim=-1)
+        return FeatureRow(
+            token_ids=token_ids,
+            generated=torch.arange(len(ids)) >= num_prompt,
+            hidden=HiddenStates(self.channels[following], 400 * directions[following]),
+        )
+
+    def meta(self, sample_id: str, **changes: object) -> SampleMeta:
+        values = {
+            "sample_id": sample_id,
+            "run_id": "server",
+            "source": "session/test",
+            "target_fingerprint": self.target.fingerprint,
+            "aux_layer_ids": self.target.aux_layer_ids,
+        }
+        return SampleMeta(**(values | changes))
+
+    def add(self, seeds: range, split: str = "train", **shape: int) -> list[str]:
+        names = [f"{split}-{seed}" for seed in seeds]
+        for seed, name in zip(seeds, names, strict=True):
+            self.ledger.commit(self.store.put(self.meta(name), self.row(seed, **shape)), split)
+        return names
+
+    def rows(self, seeds: range, **shape: int) -> list[TrainingRow]:
+        return [TrainingRow(f"row-{seed}", self.row(seed, **shape)) for seed in seeds]
+
+    def config(self, **changes: object) -> TrainingConfig:
+        """A quick run; changes are dotted settings with '__' for the dot."""
+        config = TrainingConfig(
+            model=ModelConfig(name=str(self.model.path)),
+            trainer=TrainerConfig(
+                init="scratch",
+                draft_vocab_size=128,
+                vocabulary_tokens=40,
+                num_threads=1,
+                niceness=0,
+                warmup_steps=5,
+                checkpoint_every_steps=4,
+                evaluate_every_steps=1000,
+                gate=GateConfig(min_heldout_rows=4),
+            ),
+            data=DataConfig(batch_rows=4, passes=3, fill_wait_s=0.2, poll_s=0.01),
+            state_dir=str(self.root),
+        )
+        for name, value in changes.items():
+            *path, last = name.split("__")
+            part: object = config
+            for step in path:
+                part = getattr(part, step)
+            assert hasattr(part, last), name
+            setattr(part, last, value)
+        return config
+
+    def events(self, kind: str, run_id: str = "default") -> list[dict]:
+        path = self.root / "training" / run_id / "metrics.jsonl"
+        return [entry for entry in map(json.loads, path.read_text().splitlines()) if entry["event"] == kind]
+
+
+@pytest.fixture
+def state(tmp_path: Path, tiny: ResolvedModel, target: TargetWeights, monkeypatch: pytest.MonkeyPatch) -> State:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tiny.path.parent / "home"))
+    return State(tmp_path / "state", tiny, target)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from runtime.features.row import FeatureRow
 from training.batches import TrainingRow, pack, supervised, turns
 from training.loss import chain_loss
 from training.ttt import unroll
-
-from runtime.features.row import FeatureRow
 
 L = 3
 

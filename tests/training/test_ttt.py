@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from runtime.eagle3.model import Eagle3Model
 from training.attention import Packing
 from training.batches import Batch, TrainingRow, pack
 from training.loss import chain_loss
 from training.ttt import unroll
-
-from runtime.eagle3.model import Eagle3Model
 
 HT, V, VD = 16, 40, 24
 L = 4

@@ -1,0 +1,158 @@
+"""The training program: from a configuration to a finished run. Signals, threads, priority and the run's directory live here.
+
+<state_dir>/training/<run_id>/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, progress.png}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+
+from runtime.configuration import provenance
+from runtime.errors import ConfigError
+from runtime.features.plane import open_feature_plane
+from runtime.files import TEMPORARY_PREFIX
+from runtime.models import home, resolve
+from runtime.registry import Registry
+from training import plot
+from training.config import Mode, TrainingConfig
+from training.data import OfflineStream, OnlineStream
+from training.progress import Progress
+from training.publish import Gate
+from training.start import row_check, starting_drafter
+from training.target_weights import load_target_weights
+from training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(config: TrainingConfig) -> int:
+    """Train until the run's own end or a signal; 0 then."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    state_dir = Path(config.state_dir).expanduser() if config.state_dir else home() / "state"
+    run_dir = state_dir / "training" / config.trainer.run_id
+    with _only_one(run_dir, config.trainer.run_id), _stopping(STOP_SIGNALS) as stop:
+        _clean(run_dir)
+        provenance(run_dir, config)
+        _take_a_modest_share(config)
+        with Progress(run_dir, Console(stderr=True)) as progress:
+            build(config, state_dir, run_dir, progress, stop).run()
+        picture = plot.draw(run_dir)
+        if picture is not None:
+            logger.info("picture of the run: %s", picture)
+    return 0
+
+
+def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Progress, stop: threading.Event) -> Trainer:
+    """All parts of a run, put together."""
+    resolved = resolve(config.model.name)
+    target = load_target_weights(resolved, _device(config.model.device))
+    features_root = Path(config.features.root).expanduser() if config.features.root else state_dir / "features"
+    registry = Registry(Path(config.registry.root).expanduser() if config.registry.root else state_dir / "registry")
+    store, ledger = open_feature_plane(features_root, config.features.budget_mib << 20)
+    start = starting_drafter(config.trainer.init, registry, config.model.name)
+    check = row_check(target)
+    stream_of = OnlineStream if config.mode is Mode.ONLINE else OfflineStream
+    gate = Gate(
+        config.trainer.gate,
+        store,
+        ledger,
+        registry,
+        check=check,
+        embedding=target.embedding,
+        target_fingerprint=target.fingerprint,
+        start=start,
+        seed=config.trainer.seed,
+    )
+    return Trainer(
+        config.trainer,
+        config.data,
+        run_dir=run_dir,
+        structure={
+            "mode": config.mode.value,
+            "model fingerprint": target.fingerprint,
+            "trainer.init": config.trainer.init,
+            "trainer.draft_vocab_size": config.trainer.draft_vocab_size,
+        },
+        target=target,
+        stream=stream_of(store, ledger, config.trainer.run_id, config.data, check, config.trainer.seed),
+        ledger=ledger,
+        gate=gate,
+        start=start,
+        progress=progress,
+        stop=stop,
+        registry_poll_s=config.registry.poll_s,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device is {name!r}; it must be auto, cpu, cuda, or cuda:<number>.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {name!r}, but no CUDA device is here; use model.device=cpu.")
+    return device
+
+
+def _take_a_modest_share(config: TrainingConfig) -> None:
+    """A server on the same machine comes first: half of the cores online, and a lower priority."""
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(config.trainer.num_threads or (cores if config.mode is Mode.OFFLINE else max(cores // 2, 1)))
+    os.nice(config.trainer.niceness)
+
+
+@contextmanager
+def _only_one(run_dir: Path, run_id: str) -> Iterator[None]:
+    """One process per run; the lock goes with the process, however that ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"trainer.run_id is {run_id!r}, and another process is training that run; stop it, or use another run_id."
+            ) from error
+        yield
+
+
+@contextmanager
+def _stopping(signals: Sequence[signal.Signals]) -> Iterator[threading.Event]:
+    """An event that these signals set; a second one of them does what it usually does."""
+    stop = threading.Event()
+    usual = {number: signal.getsignal(number) for number in signals}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        logger.info("%s: stopping after this step", signal.Signals(number).name)
+        stop.set()
+        signal.signal(number, usual[signal.Signals(number)])
+
+    for number in signals:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def _clean(run_dir: Path) -> None:
+    """Candidates that a killed process left half-made."""
+    for leftover in run_dir.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)

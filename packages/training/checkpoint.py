@@ -1,0 +1,70 @@
+"""Checkpoints of a run: a directory that appears at once, with every tensor in one safetensors file and the rest in JSON.
+
+    <run dir>/checkpoints/step-00000120/{state.safetensors, state.json}
+
+state.json carries the hash of the tensors, so a damaged checkpoint is noticed before anything is built from it. Which
+checkpoint counts is the ledger's to say: a directory that it does not know is a leftover. Knows no network.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from runtime.errors import ModelError
+from runtime.files import dump_json, move_directory, sha256_of, temporary_directory
+
+TENSORS_FILE = "state.safetensors"
+STATE_FILE = "state.json"
+FORMAT = 1
+
+
+def save(parent: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint under parent and return its directory; durable when this returns. state: JSON values only."""
+    directory = parent / f"step-{step:08d}"
+    with temporary_directory(parent) as unfinished, temporary_directory(parent) as discarded:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, unfinished / TENSORS_FILE)
+        digest = sha256_of(unfinished / TENSORS_FILE)
+        (unfinished / STATE_FILE).write_bytes(dump_json({"format": FORMAT, "sha256": digest, **state}))
+        if directory.exists():  # of a run that died before the ledger knew of it
+            directory.rename(discarded / directory.name)
+        move_directory(unfinished, directory)
+    return directory
+
+
+def load(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, state). ModelError with one sentence if anything of it is missing or damaged."""
+    try:
+        state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise _damaged(directory, f"{STATE_FILE} is not of format {FORMAT}")
+        if sha256_of(directory / TENSORS_FILE) != state["sha256"]:
+            raise _damaged(directory, f"{TENSORS_FILE} does not have the recorded hash")
+        return load_file(directory / TENSORS_FILE), state
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise _damaged(directory, str(error)) from error
+
+
+def prune(parent: Path, keep: int, current: Path) -> None:
+    """Remove all but the newest `keep` checkpoints up to `current`, and leftovers of runs that died."""
+    if not parent.is_dir():
+        return
+    finished = sorted(entry for entry in parent.glob("step-*") if entry.name <= current.name)
+    for entry in parent.iterdir():
+        if entry not in finished[-keep:]:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _damaged(directory: Path, what: str) -> ModelError:
+    return ModelError(
+        f"Checkpoint {directory} cannot be used: {what}. Start another run with trainer.run_id=..., or restore the directory."
+    )

@@ -1,0 +1,302 @@
+"""Where rows come from: a live server's ledger, each row admitted once and replayed a few times, or a directory in epochs.
+
+A stream hands out batches and hears which were trained. Online, a row is leased, trained as soon as a batch is there, and
+becomes durable with the checkpoint that holds its effect; until then a crash gives it back to the queue. Rows that were
+trained fill up later batches, drawn at random, until each has had its passes. What a stream remembers goes into the
+checkpoint as JSON. Knows no network. A row that cannot be used is failed in the ledger with a sentence, never skipped quietly.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from runtime.errors import FeatureError, FeatureNotFound
+from runtime.features.ledger import Ledger
+from runtime.features.refs import SampleRef
+from runtime.features.store import FeatureStore
+from training.batches import TrainingRow, supervised
+from training.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 4
+
+Check = Callable[[SampleRef], str | None]
+"""Why a row does not fit the drafter in training; None if it does."""
+
+
+class Stream(Protocol):
+    """A source of training rows."""
+
+    is_live: bool  # more rows may come
+
+    def preview(self, num_rows: int) -> list[TrainingRow]:
+        """Up to num_rows rows that will be trained next, without consuming them."""
+        ...
+
+    def next_batch(self) -> list[TrainingRow]:
+        """Rows for one step; none when there is nothing to train on now."""
+        ...
+
+    def trained(self, rows: Sequence[TrainingRow]) -> None:
+        """A step was made on what next_batch gave."""
+        ...
+
+    def is_exhausted(self) -> bool:
+        """Nothing will ever come any more."""
+        ...
+
+    def keep_alive(self) -> None:
+        """Call now and then during long work: rows in hand stay ours."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON for the checkpoint that is about to be written."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
+        """The checkpoint at path is safe on disk: its rows are durable from here on."""
+        ...
+
+    def figures(self) -> dict[str, int]:
+        """Counts for the display: rows admitted, waiting, in replay."""
+        ...
+
+
+@dataclass
+class _Replayed:
+    ref: SampleRef
+    num_passes: int
+
+
+class OnlineStream:
+    is_live = True
+
+    def __init__(self, store: FeatureStore, ledger: Ledger, run_id: str, config: DataConfig, check: Check, seed: int) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._run_id = run_id
+        self._config = config
+        self._check = check
+        self._generator = torch.Generator().manual_seed(seed)
+        self._fresh: dict[str, tuple[SampleRef, TrainingRow]] = {}  # leased, not trained
+        self._replay: dict[str, _Replayed] = {}  # trained, oldest first
+        self._unsaved: list[str] = []  # trained since the last checkpoint
+        self._num_admitted = 0
+        self._arrived_at = self._beat_at = time.monotonic()
+        ledger.recover(run_id)
+
+    def preview(self, num_rows: int) -> list[TrainingRow]:
+        self._lease(num_rows)
+        return [row for _, row in list(self._fresh.values())[:num_rows]]
+
+    def next_batch(self) -> list[TrainingRow]:
+        """Fresh rows first, then a random choice of rows whose passes are not used up. While rows may still be arriving, a
+        batch waits until it is full."""
+        size = self._config.batch_rows
+        self._lease(size)
+        fresh = [row for _, row in list(self._fresh.values())[:size]]
+        again = [name for name, entry in self._replay.items() if entry.num_passes < self._config.passes]
+        is_waiting = time.monotonic() - self._arrived_at < self._config.fill_wait_s
+        if len(fresh) + len(again) < size and is_waiting:
+            return []
+        order = torch.randperm(len(again), generator=self._generator).tolist() if len(fresh) < size else []
+        replayed = self._load_again([again[i] for i in order], size - len(fresh))
+        return _cut(fresh + replayed, self._config.max_batch_tokens)
+
+    def trained(self, rows: Sequence[TrainingRow]) -> None:
+        for row in rows:
+            if row.sample_id in self._fresh:
+                self._replay[row.sample_id] = _Replayed(self._fresh.pop(row.sample_id)[0], 1)
+                self._unsaved.append(row.sample_id)
+                self._num_admitted += 1
+            else:
+                self._replay[row.sample_id].num_passes += 1
+        while len(self._replay) > self._config.replay_rows:
+            del self._replay[next(iter(self._replay))]
+        self.keep_alive()
+
+    def is_exhausted(self) -> bool:
+        return False
+
+    def keep_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_at >= self._config.lease_timeout_s / HEARTBEATS_PER_LEASE:
+            self._beat_at = now
+            self._ledger.heartbeat(self._run_id, self._config.lease_timeout_s)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "passes": [[name, entry.num_passes] for name, entry in self._replay.items()],
+            "num_admitted": self._num_admitted,
+            "generator": _encode(self._generator),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Rows that the checkpoint holds and whose features are still kept are replayed on; others it held are over."""
+        refs = {ref.sample_id: ref for ref in self._ledger.durable(self._run_id, 2 * self._config.replay_rows)}
+        self._replay = {name: _Replayed(refs[name], passes) for name, passes in state["passes"] if name in refs}
+        self._num_admitted = state["num_admitted"]
+        _decode(state["generator"], self._generator)
+
+    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
+        self._ledger.record_checkpoint(self._run_id, path, step, self._unsaved, metrics=metrics)
+        self._unsaved.clear()
+
+    def figures(self) -> dict[str, int]:
+        again = sum(entry.num_passes < self._config.passes for entry in self._replay.values())
+        waiting = len(self._fresh) + self._ledger.status()["pending"]
+        return {"rows_admitted": self._num_admitted, "rows_waiting": waiting, "rows_to_replay": again}
+
+    def _lease(self, num_rows: int) -> None:
+        """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced."""
+        self.keep_alive()
+        while (missing := num_rows - len(self._fresh)) > 0:
+            refs = self._ledger.lease(self._run_id, missing, self._config.lease_timeout_s)
+            for ref in refs:
+                if ref.sample_id in self._fresh or ref.sample_id in self._replay:
+                    continue  # ours before its lease ran out, and ours again
+                row = self._load(ref)
+                if row is not None:
+                    self._fresh[ref.sample_id] = (ref, row)
+                    self._arrived_at = time.monotonic()
+            if len(refs) < missing:
+                return
+
+    def _load(self, ref: SampleRef) -> TrainingRow | None:
+        reason = self._check(ref)
+        if reason is None:
+            try:
+                row = TrainingRow(ref.sample_id, self._store.get(ref))
+            except FeatureError as error:
+                reason = str(error)
+            else:
+                if len(supervised(row.features.generated)[0]):
+                    return row
+                reason = "it has no position to learn from: a turn of two generated tokens is the least"
+        logger.warning("row %s is not used: %s", ref.sample_id, reason)
+        self._ledger.fail(ref.sample_id, reason, retryable=False)
+        return None
+
+    def _load_again(self, names: Sequence[str], num_rows: int) -> list[TrainingRow]:
+        """The first num_rows of these rows that are still kept; rows shed meanwhile leave the replay."""
+        rows: list[TrainingRow] = []
+        for name in names:
+            if len(rows) == num_rows:
+                break
+            try:
+                rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)))
+            except FeatureNotFound:
+                del self._replay[name]
+        return rows
+
+
+class OfflineStream:
+    """Epochs over fixed rows in a random order each; the last batch of an epoch may be smaller."""
+
+    is_live = False
+
+    def __init__(self, store: FeatureStore, ledger: Ledger, run_id: str, config: DataConfig, check: Check, seed: int) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._run_id = run_id
+        self._config = config
+        self._generator = torch.Generator().manual_seed(seed)
+        self._refs = {ref.sample_id: ref for ref in ledger.trainable() if self._is_usable(ref, check)}
+        self._epoch = 0
+        self._left: list[str] = []  # of this epoch
+        self._num_trained = 0
+        self._begin_epoch()
+
+    def preview(self, num_rows: int) -> list[TrainingRow]:
+        return self._load(self._left[:num_rows])
+
+    def next_batch(self) -> list[TrainingRow]:
+        return _cut(self._load(self._left[: self._config.batch_rows]), self._config.max_batch_tokens)
+
+    def trained(self, rows: Sequence[TrainingRow]) -> None:
+        done = {row.sample_id for row in rows}
+        self._num_trained += len(done)
+        self._left = [name for name in self._left if name not in done]
+        if not self._left:
+            self._epoch += 1
+            self._begin_epoch()
+
+    def is_exhausted(self) -> bool:
+        return not self._left
+
+    def keep_alive(self) -> None:
+        """Nothing is leased."""
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "left": self._left,
+            "num_trained": self._num_trained,
+            "generator": _encode(self._generator),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._epoch = state["epoch"]
+        self._left = [name for name in state["left"] if name in self._refs]
+        self._num_trained = state["num_trained"]
+        _decode(state["generator"], self._generator)
+
+    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
+        self._ledger.record_checkpoint(self._run_id, path, step, [], metrics=metrics)
+
+    def figures(self) -> dict[str, int]:
+        return {"rows": len(self._refs), "rows_trained": self._num_trained, "epoch": self._epoch}
+
+    def _begin_epoch(self) -> None:
+        names = list(self._refs) if self._epoch < self._config.passes else []
+        self._left = [names[i] for i in torch.randperm(len(names), generator=self._generator).tolist()]
+
+    def _load(self, names: Sequence[str]) -> list[TrainingRow]:
+        """The rows that can still be read; the others leave the stream."""
+        rows: list[TrainingRow] = []
+        for name in names:
+            try:
+                rows.append(TrainingRow(name, self._store.get(self._refs[name])))
+            except FeatureError as error:
+                logger.warning("row %s is not used: %s", name, error)
+                del self._refs[name]
+                self._left.remove(name)
+        return rows
+
+    @staticmethod
+    def _is_usable(ref: SampleRef, check: Check) -> bool:
+        reason = check(ref)
+        if reason is not None:
+            logger.warning("row %s is not used: %s", ref.sample_id, reason)
+        return reason is None
+
+
+def _cut(rows: Sequence[TrainingRow], max_tokens: int) -> list[TrainingRow]:
+    """The leading rows of at most max_tokens tokens, at least one."""
+    kept: list[TrainingRow] = []
+    num_tokens = 0
+    for row in rows:
+        num_tokens += row.num_tokens
+        if kept and num_tokens > max_tokens:
+            break
+        kept.append(row)
+    return kept
+
+
+def _encode(generator: torch.Generator) -> str:
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+
+def _decode(text: str, generator: torch.Generator) -> None:
+    generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))

@@ -1,0 +1,88 @@
+"""Acceptance length on rows, by the same chain simulation that serving runs.
+
+A verification step stands at a position p of a turn (the first is the last prompt position), drafts a chain of up to D
+tokens from the drafter's own recycled states, accepts those that equal the row's next tokens, and moves on by accepted + 1.
+Up to its first miss a chain on its own tokens reads exactly what a chain on the row's tokens reads, so one batched unroll
+that drops a position at its first miss gives, for every p at once, how far a step there would get; the walk then visits
+the positions that serving would. Counts per row are what is returned: whoever adds them divides last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+
+from runtime.eagle3.model import Eagle3Model
+from runtime.types import SpeculationStats
+from training.batches import Batch, TrainingRow, group_by_tokens, pack
+from training.ttt import Unroll
+
+MAX_BATCH_TOKENS = 8192
+
+
+@torch.no_grad()
+def evaluate(model: Eagle3Model, rows: Sequence[TrainingRow], num_draft_tokens: int) -> list[SpeculationStats]:
+    """One count per row, in order, of chains of up to num_draft_tokens greedy drafts."""
+    device = model.fc.weight.device
+    counts: list[SpeculationStats] = []
+    for group in group_by_tokens(rows, MAX_BATCH_TOKENS):
+        batch = pack(group, num_draft_tokens, device)
+        reach = leading_hits(model, batch).tolist()
+        depths = batch.depths.tolist()
+        for start, stop in pairwise(batch.query_offsets):
+            counts.append(walk(reach[start:stop], depths[start:stop], num_draft_tokens))
+    return counts
+
+
+def leading_hits(model: Eagle3Model, batch: Batch) -> torch.Tensor:
+    """int64 [P]: how many greedy drafts in a row are right when a chain starts at each supervised position."""
+    target_ids = model.vocabulary.target_ids.to(batch.aux.device)
+    chain = Unroll(model, batch)
+    reach = torch.zeros(batch.num_supervised, dtype=torch.int64, device=batch.aux.device)
+    states = chain.first()
+    for k in range(batch.chain_ids.shape[1]):
+        drafts = target_ids[model.draft_logits(states).argmax(-1)]
+        hit = drafts == batch.chain_ids[chain.rows, k]
+        reach[chain.rows[hit]] += 1
+        can_go_on = hit & (batch.depths[chain.rows] > k + 1)
+        keep = can_go_on.nonzero().flatten()
+        if not len(keep) or k + 1 == batch.chain_ids.shape[1]:
+            break
+        states = chain.deeper(keep, drafts[keep])
+    return reach
+
+
+def walk(reach: Sequence[int], depths: Sequence[int], num_draft_tokens: int) -> SpeculationStats:
+    """The verification steps of one row. reach, depths: per supervised position, ascending; depth falls to 1 at a turn's end."""
+    stats = SpeculationStats()
+    at = 0
+    while at < len(reach):
+        accepted = reach[at]
+        stats.record(min(num_draft_tokens, depths[at]), accepted)
+        at += min(accepted + 1, depths[at])  # at the end of a turn: on to the first position of the next one
+    return stats
+
+
+def total(counts: Iterable[SpeculationStats]) -> SpeculationStats:
+    """The sum of counts."""
+    result = SpeculationStats()
+    for stats in counts:
+        result.num_steps += stats.num_steps
+        result.num_drafted += stats.num_drafted
+        result.num_accepted += stats.num_accepted
+        for sums, parts in (
+            (result.drafted_per_position, stats.drafted_per_position),
+            (result.accepted_per_position, stats.accepted_per_position),
+        ):
+            sums.extend([0] * (len(parts) - len(sums)))
+            for k, part in enumerate(parts):
+                sums[k] += part
+    return result
+
+
+def depth_acceptance(stats: SpeculationStats) -> list[float]:
+    """Per depth: the share of drafts made there that were accepted (a draft behind a rejected one is rejected too)."""
+    accepted = [*stats.accepted_per_position, *([0] * len(stats.drafted_per_position))]
+    return [hits / drafted for hits, drafted in zip(accepted, stats.drafted_per_position, strict=False)]

@@ -1,0 +1,129 @@
+"""What a run tells: a live panel on a terminal, plain log lines elsewhere, and one JSON line per event in metrics.jsonl.
+
+Knows nothing about how numbers come about. A resumed run appends; steps that a crash took back appear again, and the later
+line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from training.learner import StepResult
+from training.publish import Published, Verdict
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+LOG_EVERY_S = 5.0
+SMOOTHING = 0.9  # of the loss shown
+
+
+class Progress:
+    def __init__(self, run_dir: Path, console: Console) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._console = console
+        self._shown: dict[str, str] = {}
+        self._loss: float | None = None
+        self._logged_at = 0.0
+        self._exit = ExitStack()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live = self._exit.enter_context(Live(console=self._console, refresh_per_second=4, get_renderable=self._panel))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._exit.close()
+        self._file.close()
+
+    # --- events ---
+
+    def began(self, how: str, step: int) -> None:
+        self._write("began", step=step, how=how)
+        self._say(f"training begins {how}" if step == 0 else how)
+
+    def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
+        acceptance = [hits / max(drafted, 1) for hits, drafted in zip(result.num_accepted, result.num_drafted, strict=True)]
+        rate = result.num_tokens / max(result.seconds, 1e-9)
+        self._loss = result.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * result.loss
+        self._write(
+            "step",
+            step=result.step,
+            loss=result.loss,
+            depth_losses=result.depth_losses,
+            acceptance=acceptance,
+            num_supervised=result.num_supervised,
+            num_tokens=result.num_tokens,
+            num_rows=num_rows,
+            grad_norm=result.grad_norm,
+            seconds=result.seconds,
+            **figures,
+        )
+        self._shown |= {
+            "step": f"{result.step}",
+            "loss": f"{self._loss:.3f}",
+            "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
+            "tokens/s": f"{rate:.0f}",
+        } | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+        self._log_now_and_then()
+
+    def waiting(self, figures: Mapping[str, int]) -> None:
+        self._shown |= {name.replace("_", " "): f"{value}" for name, value in figures.items()} | {"tokens/s": "waiting for rows"}
+        self._log_now_and_then(every_s=12 * LOG_EVERY_S)
+
+    def saved(self, step: int, directory: Path) -> None:
+        self._write("saved", step=step, path=str(directory))
+
+    def judged(self, step: int, verdict: Verdict | None) -> None:
+        if verdict is None:
+            self._say(f"step {step}: too few held-out rows to judge by")
+            return
+        self._write("judged", step=step, baseline=verdict.baseline.version, is_better=verdict.is_better, **verdict.metrics)
+        self._shown["held-out acceptance"] = f"{verdict.metrics['acceptance_length']:.3f}"
+        self._say(f"step {step}: acceptance length {verdict.reason}: {'better' if verdict.is_better else 'not published'}")
+
+    def published(self, step: int, version: str, verdict: Verdict) -> None:
+        self._write("published", step=step, version=version, baseline=verdict.baseline.version, **verdict.metrics)
+        self._shown["published"] = version
+        self._say(f"step {step}: published version {version}")
+
+    def decided(self, news: Published) -> None:
+        self._write("version", version=news.version, state=news.state.value, reason=news.reason)
+        self._shown["published"] = f"{news.version} ({news.state.value})"
+        self._say(f"version {news.version} is {news.state.value}{': ' + news.reason if news.reason else ''}")
+
+    # --- how it is told ---
+
+    def _write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._console.print(text)
+        else:
+            logger.info("%s", text)
+
+    def _log_now_and_then(self, every_s: float = LOG_EVERY_S) -> None:
+        if self._live is None and time.monotonic() - self._logged_at >= every_s:
+            self._logged_at = time.monotonic()
+            logger.info("%s", ", ".join(f"{name} {value}" for name, value in self._shown.items()))
+
+    def _panel(self) -> Table:
+        table = Table(show_header=False, box=None)
+        for name, value in self._shown.items():
+            table.add_row(name, value)
+        return table

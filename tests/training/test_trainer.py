@@ -1,0 +1,246 @@
+"""Runs: admitted once, resumed bit by bit, killed at any instant; ends, waits, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.eagle3 import version_id
+from runtime.errors import ConfigError, ModelError
+from runtime.features.refs import SampleMeta
+from training import checkpoint
+from training.app import run
+from training.config import Mode, TrainingConfig
+from training.learner import Learner
+from training.start import continue_from, from_scratch
+
+
+def train(config: TrainingConfig) -> None:
+    assert run(config) == 0
+
+
+def weights(state, run_id: str = "default") -> dict[str, torch.Tensor]:
+    return checkpoint.load(Path(state.ledger.latest_checkpoint(run_id).path))[0]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_each_row_is_admitted_once_and_replayed_up_to_its_passes(state) -> None:
+    names = state.add(range(10))
+    train(state.config(trainer__idle_timeout_s=0.6))
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+    steps = state.events("step")
+    assert sum(step["num_rows"] for step in steps) == 10 * 3
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert [step["num_rows"] for step in steps[:5]] == [4, 4, 4, 4, 4]
+    assert steps[-1]["rows_admitted"] == 10
+    assert steps[-1]["rows_to_replay"] == 0
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert (state.root / "training" / "default" / "progress.png").stat().st_size > 10_000
+    assert (state.root / "training" / "default" / "provenance.json").is_file()
+
+
+def test_rows_that_come_later_are_trained_too(state) -> None:
+    state.add(range(4))
+    config = state.config(trainer__idle_timeout_s=3.0, trainer__max_steps=6)
+    thread = threading.Timer(1.0, lambda: state.add(range(4, 8)))
+    thread.start()
+    train(config)
+    thread.join()
+    assert len(state.ledger.consumption("default")) == 8
+    assert state.events("step")[-1]["step"] == 6
+
+
+def test_ten_steps_are_five_and_a_checkpoint_and_five(state, tmp_path: Path, tiny, target) -> None:
+    """Bit for bit, moments included, in the same order of rows."""
+    other = type(state)(tmp_path / "other", tiny, target)
+    for each in (state, other):
+        each.add(range(12))
+    train(state.config(trainer__max_steps=10))
+    train(other.config(trainer__max_steps=5))
+    five = weights(other)
+    train(other.config(trainer__max_steps=10))
+    ten = weights(other)
+    assert same(weights(state), ten)
+    assert not same(five, ten)
+    assert [step["loss"] for step in other.events("step")] == [step["loss"] for step in state.events("step")]
+
+
+def test_offline_epochs_resume_in_their_middle_and_consume_nothing(state, tmp_path: Path, tiny, target) -> None:
+    other = type(state)(tmp_path / "other", tiny, target)
+    for each in (state, other):
+        each.add(range(7))
+    settings = {"mode": Mode.OFFLINE, "data__passes": 4}
+    train(state.config(**settings))
+    train(other.config(**settings, trainer__max_steps=3))
+    train(other.config(**settings))
+    assert same(weights(state), weights(other))
+    assert [step["num_rows"] for step in state.events("step")] == [4, 3] * 4
+    assert state.ledger.status()["pending"] == 7
+    assert state.ledger.consumption("default") == {}
+
+
+def test_signal_ends_the_step_saves_and_returns(state) -> None:
+    names = state.add(range(8))
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    before = signal.getsignal(signal.SIGTERM)
+    train(state.config(data__passes=3, trainer__checkpoint_every_steps=1000))
+    timer.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps = state.events("step")
+    assert steps
+    assert state.ledger.latest_checkpoint("default").step == steps[-1]["step"]
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+    assert state.ledger.status()["leased"] == 0
+
+
+def test_rows_of_another_target_are_failed_with_a_reason(state) -> None:
+    good = state.add(range(5))
+    for name, change in {
+        "foreign": {"target_fingerprint": "0" * 16},
+        "layers": {"aux_layer_ids": (0, 1, 2)},
+        "damaged": {},
+        "short": {},
+    }.items():
+        meta: SampleMeta = state.meta(name, **change)
+        shape = {"num_generated": 2, "num_prompt": 1} if name == "short" else {}
+        row = state.row(50, **shape)
+        if name == "short":
+            row.generated[0:] = False
+        state.ledger.commit(state.store.put(meta, row), "train")
+    damaged = next((state.root / "features" / "rows").glob("damaged.*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    train(state.config(trainer__idle_timeout_s=0.6))
+    reasons = state.ledger.failures()
+    assert reasons.keys() == {"foreign", "layers", "damaged", "short"}
+    assert "0000000000000000" in reasons["foreign"]
+    assert "[0, 1, 2]" in reasons["layers"]
+    assert "damaged" in reasons["damaged"]
+    assert "no position" in reasons["short"]
+    assert state.ledger.consumption("default") == dict.fromkeys(good, 1)
+
+
+def test_structural_settings_cannot_change_on_resume(state) -> None:
+    state.add(range(8))
+    train(state.config(trainer__max_steps=2))
+    with pytest.raises(ConfigError, match=r"draft_vocab_size is 64, but run 'default' began with 128"):
+        run(state.config(trainer__max_steps=4, trainer__draft_vocab_size=64))
+    with pytest.raises(ConfigError, match=r"mode is 'offline'"):
+        run(state.config(trainer__max_steps=4, mode=Mode.OFFLINE))
+    train(state.config(trainer__max_steps=4, trainer__learning_rate=1e-4, trainer__ttt_steps=2))
+    assert state.events("step")[-1]["step"] == 4
+
+
+def test_two_trainers_on_one_run_are_refused(state) -> None:
+    run_dir = state.root / "training" / "default"
+    run_dir.mkdir(parents=True)
+    with (run_dir / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is training that run"):
+            run(state.config())
+    state.add(range(4))
+    train(state.config(trainer__max_steps=1))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no json", "gone"])
+def test_damaged_checkpoint_is_one_clear_sentence(state, damage: str) -> None:
+    state.add(range(8))
+    train(state.config(trainer__max_steps=2))
+    path = Path(state.ledger.latest_checkpoint("default").path)
+    tensors, described = path / checkpoint.TENSORS_FILE, path / checkpoint.STATE_FILE
+    data = tensors.read_bytes()
+    if damage == "truncated":
+        tensors.write_bytes(data[: len(data) // 2])
+    elif damage == "flipped":
+        tensors.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    elif damage == "no json":
+        described.write_text("{")
+    else:
+        described.unlink()
+    with pytest.raises(ModelError, match=r"Checkpoint .* cannot be used: .*\. Start another run"):
+        run(state.config(trainer__max_steps=4))
+
+
+def test_only_the_newest_checkpoints_stay(state) -> None:
+    state.add(range(12))
+    train(state.config(trainer__max_steps=9, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=2))
+    kept = sorted(entry.name for entry in (state.root / "training" / "default" / "checkpoints").iterdir())
+    assert kept == ["step-00000008", "step-00000009"]
+
+
+def test_vocabulary_comes_from_the_traffic_and_stays(state) -> None:
+    names = state.add(range(6))
+    train(state.config(trainer__max_steps=3, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
+    tensors = weights(state)
+    ids = (tensors["d2t"] + torch.arange(40)).tolist()
+    seen = [token for seed in range(len(names)) for token in state.row(seed).token_ids[6:].tolist()]
+    counts = torch.bincount(torch.tensor(seen), minlength=state.target.vocab_size)
+    most = torch.argsort(counts, descending=True, stable=True)[:40].sort().values.tolist()
+    assert ids == most
+    assert tensors["t2d"].nonzero().flatten().tolist() == ids
+    state.add(range(100, 120))
+    train(state.config(trainer__max_steps=8, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
+    assert torch.equal(weights(state)["d2t"], tensors["d2t"])
+
+
+def test_overfitting_a_few_rows_raises_acceptance(state) -> None:
+    state.add(range(6))
+    train(state.config(trainer__max_steps=80, data__passes=200, trainer__learning_rate=3e-3))
+    steps = state.events("step")
+    assert steps[0]["acceptance"][0] < 0.3
+    assert min(steps[-1]["acceptance"]) > 0.9
+
+
+def test_a_run_stopped_before_its_first_rows_leaves_nothing(state) -> None:
+    train(state.config(trainer__idle_timeout_s=0.3))
+    assert state.ledger.latest_checkpoint("default") is None
+
+
+def test_export_and_import_are_bit_identical(state, tmp_path: Path) -> None:
+    """Export, start another learner there, export again: the same bytes, whatever the conditioning's scale is."""
+    config = state.config().trainer
+    learner = from_scratch(state.target, config, state.rows(range(6)))
+    for _ in range(3):
+        learner.step(state.rows(range(6)))
+    learner.export(tmp_path / "a")
+    again = continue_from(tmp_path / "a", state.target, config, state.rows(range(6, 12), salt=3))
+    again.export(tmp_path / "b")
+    assert version_id(tmp_path / "a") == version_id(tmp_path / "b")
+    scale = again.tensors()["scale"]
+    assert scale.min() < 0.01
+    assert scale.max() > 10.0
+    assert torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))  # powers of two, so exact
+
+
+def test_learner_restores_to_the_same_bits(state) -> None:
+    config = state.config().trainer
+    learner = from_scratch(state.target, config, state.rows(range(6)))
+    learner.step(state.rows(range(6)))
+    again = Learner.restore(learner.tensors(), learner.state(), state.target, config)
+    assert same(learner.tensors(), again.tensors())
+    assert learner.step(state.rows(range(6, 9))).loss == again.step(state.rows(range(6, 9))).loss
+    assert same(learner.tensors(), again.tensors())
+
+
+def test_drafter_of_other_layers_cannot_be_continued(state, tmp_path: Path) -> None:
+    config = state.config().trainer
+    from_scratch(state.target, config, state.rows(range(6))).export(tmp_path)
+    assert continue_from(tmp_path, state.target, config, state.rows(range(2))).num_steps == 0
+    moved = dataclasses.replace(state.target, config={**state.target.config, "num_hidden_layers": 12})
+    with pytest.raises(ConfigError, match="reads layers"):
+        continue_from(tmp_path, moved, config, state.rows(range(2)))
+
+
+def test_a_starting_point_that_is_not_there_is_refused(state, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be auto, scratch, or the directory of a drafter"):
+        run(state.config(trainer__init=str(tmp_path / "nowhere")))

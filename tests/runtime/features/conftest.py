@@ -116,20 +116,20 @@ class Nursery:
     """
 
     _MOTHER = """
-import json, os, sys, time
-from pathlib import Path
+import json, os, sys
 import runtime.features
-import runtime.features.tap
 for line in sys.stdin:
-    request = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        sys.argv[1:] = request["arguments"]
-        exec(request["code"], {"__name__": "__main__"})
-        sys.stdout.flush()
-        os._exit(0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    code, *children = json.loads(line)
+    pids = []
+    for arguments in children:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            sys.argv[1:] = arguments
+            exec(code, {"__name__": "__main__"})
+            sys.stdout.flush()
+            os._exit(0)
+    print(*pids, flush=True)
+    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
 """
 
     def __init__(self) -> None:
@@ -140,11 +140,11 @@ for line in sys.stdin:
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout
 
-    def start(self, code: str, *arguments: str) -> int:
-        """Start a script; returns its pid. It may print lines, read with `line`, before it ends."""
-        self._requests.write(json.dumps({"code": code, "arguments": arguments}) + "\n")
+    def start(self, code: str, *children: list[str]) -> list[int]:
+        """One child per list of arguments, all at once; returns their pids. `line` reads what they print before they end."""
+        self._requests.write(json.dumps([code, *children]) + "\n")
         self._requests.flush()
-        return int(self.line())
+        return [int(pid) for pid in self.line().split()]
 
     def line(self) -> str:
         return self._replies.readline().strip()
@@ -152,11 +152,11 @@ for line in sys.stdin:
     def kill(self, pid: int) -> None:
         """SIGKILL in the middle of its work, and wait until it is gone."""
         os.kill(pid, signal.SIGKILL)
-        assert self.end() == -signal.SIGKILL
+        assert self.end() == [-signal.SIGKILL]
 
-    def end(self) -> int:
-        """Wait for the script's own end; returns its exit status."""
-        return int(self.line())
+    def end(self) -> list[int]:
+        """Wait for all children; returns their exit statuses."""
+        return [int(status) for status in self.line().split()]
 
     def close(self) -> None:
         self._requests.close()

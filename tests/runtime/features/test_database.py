@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,34 +65,25 @@ def test_threads_share_one_connection(tmp_path: Path) -> None:
     database.close()
 
 
-def test_processes_that_open_a_fresh_file_at_once(tmp_path: Path) -> None:
-    code = """
+ADDER = """
 import sys
 from pathlib import Path
 from runtime.features.database import Database
-print("ready", flush=True)
-sys.stdin.readline()
 database = Database(Path(sys.argv[1]), ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)"), synchronous="NORMAL")
 for _ in range(50):
     with database.transaction() as connection:
         connection.execute("UPDATE t SET x = x + 1")
 """
-    path = tmp_path / "d.sqlite"
-    command = [sys.executable, "-c", code, str(path)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    database = Database(path, SCHEMA, synchronous="NORMAL")
-    assert database.read("SELECT x FROM t") == [(100,)]
-    database.close()
+
+
+def test_processes_that_open_a_fresh_file_at_once(tmp_path: Path, nursery: Any) -> None:
+    for round_ in range(3):
+        path = tmp_path / f"{round_}.sqlite"
+        nursery.start(ADDER, *[[str(path)]] * 4)
+        assert nursery.end() == [0, 0, 0, 0]
+        database = Database(path, SCHEMA, synchronous="NORMAL")
+        assert database.read("SELECT x FROM t") == [(200,)]
+        database.close()
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,34 +325,27 @@ def test_a_cap_of_zero_trains_on_everything(ledger: Ledger, make_ref: MakeRef) -
 # --- several at once ---
 
 
-def test_processes_leasing_at_once_never_get_the_same_row(tmp_path: Path, make_ref: MakeRef) -> None:
+LEASER = """
+import sys, time
+from pathlib import Path
+from runtime.features import Ledger
+ledger = Ledger(Path(sys.argv[1]) / "ledger.sqlite")
+with open(Path(sys.argv[1]) / sys.argv[2], "w") as share:
+    while refs := ledger.lease(sys.argv[2], 2, 600):
+        print(*(ref.sample_id for ref in refs), sep="\\n", file=share)
+        time.sleep(0.002)  # as one who trains on them: SQLite is not fair to those who wait
+"""
+
+
+def test_processes_leasing_at_once_never_get_the_same_row(tmp_path: Path, nursery: Any, make_ref: MakeRef) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     names = [f"s{index}" for index in range(150)]
     for name in names:
         ledger.commit(make_ref(name), "train")
-    code = """
-import sys, time
-from pathlib import Path
-from runtime.features import Ledger
-ledger = Ledger(Path(sys.argv[1]))
-print("ready", flush=True)
-sys.stdin.readline()
-while refs := ledger.lease(sys.argv[2], 2, 600):
-    print(*(ref.sample_id for ref in refs), sep="\\n")
-    time.sleep(0.002)  # as one who trains on them: SQLite is not fair to those who wait
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "ledger.sqlite")]
-    processes = [
-        subprocess.Popen([*command, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for run in ("r", "q", "p")
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    shares = [process.communicate(timeout=60)[0].split() for process in processes]
+    runs = ["r", "q", "p"]
+    nursery.start(LEASER, *([str(tmp_path), run] for run in runs))
+    assert nursery.end() == [0, 0, 0]
+    shares = [(tmp_path / run).read_text().split() for run in runs]
     assert sorted(chain.from_iterable(shares)) == sorted(names)
     assert sum(len(share) > 0 for share in shares) >= 2, "the processes did not overlap"
     ledger.close()

@@ -97,12 +97,12 @@ def test_a_trainer_killed_at_any_point_loses_and_repeats_nothing(
     plane: Plane, tmp_path: Path, nursery: Any, make_row: MakeRow, make_meta: MakeMeta, point: str
 ) -> None:
     refs = _fill(plane, make_row, make_meta, 8)
-    pid = nursery.start(TRAINER, str(tmp_path), point)
+    [pid] = nursery.start(TRAINER, [str(tmp_path), point])
     assert nursery.line() == "here"
     nursery.kill(pid)
     assert plane[1].status()["durable"] == (3 if point == "after recording" else 0)
-    nursery.start(TRAINER, str(tmp_path), "nowhere")
-    assert nursery.end() == 0
+    nursery.start(TRAINER, [str(tmp_path), "nowhere"])
+    assert nursery.end() == [0]
     _assert_each_row_counts_once(plane, refs)
 
 
@@ -113,14 +113,14 @@ def test_a_trainer_killed_at_random_again_and_again(
     chance = random.Random(7)
     num_durable = 0
     for _ in range(8):
-        pid = nursery.start(TRAINER, str(tmp_path), "nowhere")
+        [pid] = nursery.start(TRAINER, [str(tmp_path), "nowhere"])
         while plane[1].status()["durable"] == num_durable:  # let it get somewhere
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.01))
         nursery.kill(pid)
         num_durable = plane[1].status()["durable"]
-    nursery.start(TRAINER, str(tmp_path), "nowhere")
-    assert nursery.end() == 0
+    nursery.start(TRAINER, [str(tmp_path), "nowhere"])
+    assert nursery.end() == [0]
     _assert_each_row_counts_once(plane, refs)
 
 

@@ -64,8 +64,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with _statuses(request, context):
-            params = codec.sampling_params(request)
-            params.check(self._engine.info.vocab_size)
+            params = codec.sampling_params(request, self._engine.info.vocab_size)
             stream = await self._generations.in_session(
                 request.session_id,
                 params,

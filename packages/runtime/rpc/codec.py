@@ -167,7 +167,19 @@ _OPTIONAL_PARAMS = (
 )
 
 
-def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
+def sampling_params(request: pb.GenerateRequest, vocab_size: int) -> SamplingParams:
+    """The checked parameters; InvalidRequest names the field as it is called in the message."""
+    params = _sampling_params(request)
+    try:
+        params.check(vocab_size)
+    except InvalidRequest as error:
+        if error.param == "max_draft_tokens":
+            raise InvalidRequest("speculation.max_draft_tokens", error.message) from error
+        raise
+    return params
+
+
+def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     given = {name: getattr(request, name) for name in _OPTIONAL_PARAMS if request.HasField(name)}
     speculation = request.speculation
     return SamplingParams(

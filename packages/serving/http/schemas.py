@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
-from runtime.types import SamplingParams, SessionOptions
+from runtime.types import SamplingParams, SessionOptions, Switch
 
 MAX_STOP_STRINGS = 4
 MAX_METADATA = 16
@@ -109,6 +109,7 @@ class SampledRequest(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
+    store: bool | None = None  # false: nothing of it becomes training data
     metadata: dict[Text, Text] | None = Field(None, max_length=MAX_METADATA)
     # beyond OpenAI's
     top_k: int | None = None
@@ -169,7 +170,8 @@ class SampledRequest(_Body):
         return {}
 
     def session_options(self) -> SessionOptions:
-        return SessionOptions(client_label=self.user or "", labels=MappingProxyType(dict(self.metadata or {})))
+        capture = {None: Switch.INHERIT, False: Switch.OFF, True: Switch.ON}[self.store]
+        return SessionOptions(client_label=self.user or "", capture=capture, labels=MappingProxyType(dict(self.metadata or {})))
 
     def in_our_words(self, error: InvalidRequest) -> InvalidRequest:
         """The same refusal under the name that the field has in this body."""

@@ -45,6 +45,7 @@ class VersionState(Enum):
     ROLLED_BACK = "rolled_back"  # was active and did worse
 
 
+_MAY_BE_ACTIVE = (VersionState.STAGED, VersionState.VALIDATED)
 _STATES = {state.value: state for state in VersionState}
 
 
@@ -83,7 +84,7 @@ class Registry:
         """
         with locked(self.root / ".publish.lock"):
             remove_leftovers(self._versions)
-            with temporary_directory(self._versions) as copy, temporary_directory(self._versions) as discarded:
+            with temporary_directory(self._versions) as copy:
                 _copy(checkpoint_dir, copy)
                 config = read_config(copy)
                 if config.aux_layer_ids is None:
@@ -102,15 +103,16 @@ class Registry:
                     notes=notes,
                 )
                 (copy / MANIFEST_FILE).write_bytes(manifest.to_json())
-                self._install(copy, version, discarded)
+                self._install(copy, version)
         return version
 
-    def _install(self, copy: Path, version: str, discarded: Path) -> None:
+    def _install(self, copy: Path, version: str) -> None:
         final = self._versions / version
         if final.exists():
             if _is_whole(final):
                 return
-            os.rename(final, discarded / version)
+            with temporary_directory(self._versions) as discarded:
+                os.rename(final, discarded / version)
             self._write_state(version, VersionState.STAGED, "")
         move_directory(copy, final)
 
@@ -159,13 +161,13 @@ class Registry:
                 self._write_state(previous, VersionState.RETIRED, "")
 
     def set_state(self, version: str, state: VersionState, reason: str = "") -> None:
-        """Note a version's state. ACTIVE is `activate`; any other state of the active version leaves none active."""
+        """Note a version's state. ACTIVE is `activate`; retiring, rejecting or rolling back the active one leaves none active."""
         if state is VersionState.ACTIVE:
             return self.activate(version)
         with self._writing():
             self.path(version)
             self._write_state(version, state, reason)
-            if self.active() == version:
+            if state not in _MAY_BE_ACTIVE and self.active() == version:
                 write_atomic(self._pointer, dump_json({"version": None}))
         return None
 

@@ -203,6 +203,14 @@ def test_truncate_forgets_the_end(target: Target, oracle: Any) -> None:
     assert_same(run(target, cache, TEXT[20:]), oracle(TEXT), slice(20, None))
 
 
+def test_truncate_forgets_tentative_rows(target: Target) -> None:
+    cache = filled(target, TEXT[:20])
+    run(target, cache, TEXT[20:], commit=False)
+    target.truncate(cache, 10)
+    with pytest.raises(ValueError, match="left 0 tentative rows"):
+        target.commit(cache, [0])
+
+
 def test_a_fork_lives_apart(target: Target, oracle: Any) -> None:
     cache = filled(target, TEXT[:20])
     fork = target.fork(cache)

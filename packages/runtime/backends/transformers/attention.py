@@ -75,7 +75,7 @@ def ancestry(parents: Sequence[int] | None, size: int) -> torch.Tensor:
 
 
 class RaggedBatch:
-    """What one forward leaves for the hooks and takes through the layers."""
+    """One forward: its segments on their way through the layers, and the states that the hooks take out on that way."""
 
     def __init__(self, plans: Sequence[SegmentPlan]) -> None:
         self.plans = plans
@@ -83,7 +83,7 @@ class RaggedBatch:
         self.last: torch.Tensor | None = None  # [T, Ht]
 
     def hidden(self, layer_ids: Sequence[int]) -> HiddenStates:
-        """Of all rows. Clones nothing: the model is done with them."""
+        """Of all rows, once the model is done."""
         assert self.last is not None
         return HiddenStates(torch.cat([self.aux[layer_id] for layer_id in layer_ids], dim=-1), self.last)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK_TOKENS = 128  # capacity grows by whole chunks
+CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,16 @@ class KVShape:
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def bytes_for(self, num_tokens: int) -> int:
-        return round_to_chunks(num_tokens) * self.token_bytes
+        """Of a cache that was never longer than this."""
+        return capacity_for(num_tokens) * self.token_bytes
 
 
-def round_to_chunks(num_tokens: int) -> int:
-    return -(-num_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+def capacity_for(num_tokens: int) -> int:
+    """The smallest capacity that holds so many: whole chunks, a quarter more each time, so that growing stays cheap."""
+    capacity = 0
+    while capacity < num_tokens:
+        capacity += max(capacity // 4 // CHUNK_TOKENS, 1) * CHUNK_TOKENS
+    return capacity
 
 
 class KVCache:
@@ -64,7 +69,7 @@ class KVCache:
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` behind the committed length; forgets tentative rows."""
         self.parents = ()
-        needed = round_to_chunks(self.length + num_tokens)
+        needed = capacity_for(self.length + num_tokens)
         if needed > self.capacity:
             keys, values = self._allocate(needed)
             keys[:, :, : self.length] = self.keys[:, :, : self.length]

@@ -49,7 +49,7 @@ def probing_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write down what is asked. The row is one token, so its attention is its value."""
+    """Write down what is asked, and attend to nothing: only shapes matter here."""
     probe = kwargs.pop(BATCH, None)
     if probe is None:
         raise ModelError(
@@ -97,7 +97,7 @@ def embedding_and_head(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tens
 
 
 def probe_model(model: PreTrainedModel) -> KVShape:
-    """Run one token through the model to learn the shape of its K/V. ModelError for a model that we cannot serve."""
+    """Run two tokens through the model to learn the shape of its K/V. ModelError for a model that we cannot serve."""
     name = type(model).__name__
     config = model.config.get_text_config()
     _check_config(name, config, model)
@@ -105,14 +105,16 @@ def probe_model(model: PreTrainedModel) -> KVShape:
     AttentionInterface.register(NAME, probing_attention)
     model.set_attn_implementation(NAME)
     probe = Probe()
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    row = torch.arange(2, device=model.device)
     with torch.inference_mode():
-        model(input_ids=token, position_ids=token, use_cache=False, **{BATCH: probe})
+        out = model(input_ids=row[None], position_ids=row[None], use_cache=False, logits_to_keep=row[1:], **{BATCH: probe})
     if [call.layer for call in probe.calls] != list(range(len(layers))):
         raise ModelError(
             f"{name} calls the attention interface for layers {[call.layer for call in probe.calls]}, not once for each of its "
             f"{len(layers)} layers; only models whose every layer attends can be served."
         )
+    if out.logits.shape[1] != 1:
+        raise ModelError(f"{name} does not take logits_to_keep, so it cannot give the logits of chosen rows; use another model.")
     for call in probe.calls:
         _check_call(name, call, probe.calls[0], config)
     first = probe.calls[0]

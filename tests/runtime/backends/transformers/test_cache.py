@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from runtime.backends.transformers.cache import CHUNK_TOKENS, KVCache, KVPool, KVShape
+from runtime.backends.transformers.cache import CHUNK_TOKENS, KVCache, KVPool, KVShape, capacity_for
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, key_dim=4, value_dim=6, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -34,6 +36,16 @@ def test_growth_keeps_what_was_committed() -> None:
     cache.commit([0])
     assert cache.capacity == 2 * CHUNK_TOKENS
     assert committed(cache) == [*range(CHUNK_TOKENS), 7.0]
+
+
+def test_capacity_grows_by_whole_chunks_and_geometrically() -> None:
+    capacities = sorted({capacity_for(num_tokens) for num_tokens in range(0, 20_000, 7)})
+    assert capacities[:3] == [0, CHUNK_TOKENS, 2 * CHUNK_TOKENS]
+    assert len(capacities) < 30
+    for smaller, larger in itertools.pairwise(capacities[1:]):
+        assert larger % CHUNK_TOKENS == 0
+        assert larger - smaller <= max(smaller / 4, CHUNK_TOKENS)
+    assert all(capacity_for(capacity) == capacity for capacity in capacities)
 
 
 def test_a_chain_prefix_moves_nothing() -> None:

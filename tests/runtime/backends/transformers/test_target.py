@@ -113,6 +113,7 @@ def test_a_forward_that_breaks_changes_nothing() -> None:
     def breaks(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
+    target.forward([Segment(cache, TEXT[20:22])])  # tentative, and not of the forward that breaks
     hook = model.model.layers[5].register_forward_pre_hook(breaks)
     with pytest.raises(RuntimeError, match="out of memory"):
         target.forward([Segment(other, TEXT[1:3]), Segment(cache, [1] * 200)])  # layers 0 to 4 wrote their tentative rows

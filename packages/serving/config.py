@@ -20,7 +20,6 @@ from runtime.config import (
     SpeculationConfig,
     require,
 )
-from runtime.models.home import home
 
 
 class AdmissionPolicy(Choice):
@@ -76,6 +75,8 @@ class ServingConfig:
 
     @property
     def state_path(self) -> Path:
+        from runtime.models.home import home  # here, so that refusing a setting does not wait for torch
+
         return home() / "state" if self.state_dir is None else Path(self.state_dir).expanduser().absolute()
 
     @property

@@ -11,7 +11,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+import serving.assembly
 from runtime.config import DrafterConfig, DrafterKind, RegistryConfig
+from runtime.eagle3 import version_id
 from runtime.errors import DrafterRejected
 from runtime.registry import Registry, VersionState
 from runtime.types import SamplingParams, Started, Tokens
@@ -274,3 +276,21 @@ def test_a_named_checkpoint_that_is_unsound_ends_the_start(start_server: StartSe
     damage(directory, "lm_head.weight")
     with pytest.raises(DrafterRejected, match="finite"):
         start_server(drafter=DrafterConfig(kind=DrafterKind.EAGLE3, path=str(directory)))
+
+
+def test_the_embedded_drafter_serves_first_and_can_be_gone_back_to(
+    start_server: StartServer, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded = make_drafter(4)
+    monkeypatch.setattr(serving.assembly, "path_for", lambda name: embedded if name == "tiny" else None)
+    running = start_server()
+    first = version_id(embedded)
+    assert listed(running)["active"] == first
+    assert entry(running, first)["embedded"] is True
+    second = publish(running, make_drafter(5))
+    wait_for(lambda: listed(running)["active"] == second)
+    assert entry(running, second)["embedded"] is False
+    assert activate(running, first).status_code == 200
+    assert ask(running)["speculation"]["drafter_version"] == first
+    again = start_server(registry=RegistryConfig(root=str(running.config.registry_path)))
+    assert listed(again)["active"] == first

@@ -1,15 +1,80 @@
-"""What fields of a request body mean to the engine."""
+"""Bodies: what each field means to the engine, and whose name a refusal bears."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
-from runtime.types import Switch
-from serving.http.schemas import ChatRequest
+from runtime.errors import ContextLengthExceeded, InvalidRequest
+from runtime.types import SamplingParams
+from serving.http.schemas import ChatRequest, CompletionRequest
 
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-@pytest.mark.parametrize(("given", "capture"), [({}, "INHERIT"), ({"store": False}, "OFF"), ({"store": True}, "ON")])
-def test_store_says_whether_the_turn_may_become_training_data(given: dict[str, bool], capture: str) -> None:
-    assert ChatRequest.model_validate(BODY | given).session_options().capture is Switch[capture]
+def test_a_bare_request_means_the_defaults() -> None:
+    assert ChatRequest(**CHAT).sampling_params() == SamplingParams()
+    completion = CompletionRequest(model="tiny", prompt="Hi")
+    assert completion.sampling_params() == SamplingParams(max_tokens=16)
+
+
+def test_every_field_reaches_the_engine() -> None:
+    same: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": -3,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 5,
+    }
+    request = ChatRequest(
+        **CHAT,
+        **same,
+        max_completion_tokens=9,
+        stop="end",
+        logit_bias={"7": -1},
+        user="ann",
+        metadata={"task": "summary"},
+        speculation={"enabled": False, "max_draft_tokens": 2},
+    )
+    expected = SamplingParams(**same, max_tokens=9, stop=("end",), logit_bias={7: -1.0}, speculate=False, max_draft_tokens=2)
+    assert request.sampling_params() == expected
+    options = request.session_options()
+    assert (options.client_label, dict(options.labels)) == ("ann", {"task": "summary"})
+
+
+def test_no_sampling_setting_of_the_engine_is_left_out() -> None:
+    """A new one must be offered here, or its absence said here."""
+    not_offered = {"stop_token_ids", "include_stop"}
+    renamed = {"speculate", "max_draft_tokens"}  # under `speculation`
+    assert set(SamplingParams.__dataclass_fields__) - not_offered - renamed <= set(ChatRequest.model_fields)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_tokens": 5, "max_completion_tokens": 5}, {"max_completion_tokens": 5}, {"max_tokens": 5}]
+)
+def test_both_names_of_the_limit_mean_the_same(limits: dict[str, int]) -> None:
+    assert ChatRequest(**CHAT, **limits).sampling_params().max_tokens == 5
+
+
+def test_two_limits_that_differ_are_refused() -> None:
+    with pytest.raises(ValidationError, match="give one of them"):
+        ChatRequest(**CHAT, max_tokens=5, max_completion_tokens=6)
+
+
+def test_refusals_bear_the_name_that_the_client_used() -> None:
+    chat = ChatRequest(**CHAT, max_completion_tokens=5)
+    completion = CompletionRequest(model="tiny", prompt="Hi")
+    assert chat.in_our_words(InvalidRequest("max_tokens", "No.")).param == "max_completion_tokens"
+    assert chat.in_our_words(InvalidRequest("max_draft_tokens", "No.")).param == "speculation.max_draft_tokens"
+    assert chat.in_our_words(ContextLengthExceeded("token_ids", "No.")).param == "messages"
+    assert completion.in_our_words(ContextLengthExceeded("token_ids", "No.")).param == "prompt"
+    assert isinstance(completion.in_our_words(ContextLengthExceeded("token_ids", "No.")), ContextLengthExceeded)
+    assert completion.in_our_words(InvalidRequest("top_p", "No.")).param == "top_p"

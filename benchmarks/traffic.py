@@ -20,10 +20,7 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 MAX_WORDS = 110
-INSTRUCTION = (
-    "Extract the people, places and numbers from the text below as a JSON object with the keys "
-    '"people", "places" and "numbers". Answer with the JSON object only.\n\n'
-)
+INSTRUCTION = 'Extract people, places and numbers from the text as JSON, in this form: {"people": [], "places": [], "numbers": []}\n\nText: '
 
 
 def passages(seed: int = 0) -> Iterator[str]:

@@ -1,0 +1,29 @@
+"""The machine that a number was measured on, in words."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe() -> dict[str, str]:
+    """CPU, cores, memory, system and the versions that matter to a speed."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} logical cores",
+        "memory": f"{memory_gib:.1f} GiB",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "versions": f"Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -37,7 +37,7 @@ class Board:
 
     def say(self, text: str) -> None:
         """Something that happened once."""
-        self._console.print(f"{self._elapsed()}  {text}", markup=False)
+        self._console.print(f"{self._elapsed()}  {text}", markup=False, soft_wrap=True)
 
     def show(self, **values: object) -> None:
         """Figures of now; underscores become spaces."""

@@ -11,12 +11,12 @@ from pathlib import Path
 def describe() -> dict[str, str]:
     """CPU, cores, memory, system and the versions that matter to a speed."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     return {
         "CPU": f"{_cpu_model()}, {os.cpu_count()} logical cores",
         "memory": f"{memory_gib:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "versions": f"Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
+        "versions": ", ".join([f"Python {platform.python_version()}", *packages]),
     }
 
 

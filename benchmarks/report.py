@@ -72,7 +72,7 @@ def write(run: Run, directory: Path) -> Path:
 def _outcome(run: Run, before: Evaluation, after: Evaluation) -> list[str]:
     gain, low, high = lift(before, after)
     reasons = run.verdict()
-    start = "no trained drafter (n-gram lookup)" if run.is_from_scratch else "the embedded drafter"
+    first, last = before.speculative[-1].drafter_version, after.speculative[-1].drafter_version
     rows = [
         ("before", before.acceptance_length, tokens_per_second(before.speculative), before.speedup),
         ("after", after.acceptance_length, tokens_per_second(after.speculative), after.speedup),
@@ -84,9 +84,9 @@ def _outcome(run: Run, before: Evaluation, after: Evaluation) -> list[str]:
     return [
         "# The loop, closed" if not reasons else "# The loop did not close",
         *(f"**{reason[0].upper()}{reason[1:]}.**" for reason in reasons),
-        f"Acceptance length on {len(before.pairs)} held-out prompts: **{before.acceptance_length:.2f} with {start}, "
-        f"{after.acceptance_length:.2f} after {run.traffic_s:.0f} s of live training: {gain:+.2f}** (95 % interval "
-        f"{low:+.2f} to {high:+.2f}, bootstrap over prompts).",
+        f"Acceptance length on {len(before.pairs)} held-out prompts: **{before.acceptance_length:.2f} before "
+        f"(drafter `{first}`), {after.acceptance_length:.2f} after (`{last}`) {run.traffic_s:.0f} s of live training: {gain:+.2f}** "
+        f"(95 % interval {low:+.2f} to {high:+.2f}, bootstrap over prompts).",
         "\n".join(table),
         f"Greedy, at most {run.max_tokens} tokens, one request at a time; tokens/s over whole requests, prompt included. Each "
         "prompt was answered with and without speculation, one right after the other. The trainer was not running.",
@@ -159,5 +159,5 @@ def plot(run: Run, path: Path) -> None:
             axes.axhline(level, color=colour, linestyle=":", label=f"held-out prompts {name}: {level:.2f}")
     axes.set_xlabel("requests served")
     axes.set_ylabel("acceptance length (tokens per target forward)")
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

@@ -20,7 +20,10 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 MAX_WORDS = 110
-INSTRUCTION = 'Extract people, places and numbers from the text as JSON, in this form: {"people": [], "places": [], "numbers": []}\n\nText: '
+INSTRUCTION = (
+    "Extract people, places and numbers from the text as JSON, in this form: "
+    '{"people": [], "places": [], "numbers": []}\n\nText: '
+)
 
 
 def passages(seed: int = 0) -> Iterator[str]:

@@ -84,8 +84,8 @@ def _outcome(run: Run, before: Evaluation, after: Evaluation) -> list[str]:
     return [
         "# The loop, closed" if not reasons else "# The loop did not close",
         *(f"**{reason[0].upper()}{reason[1:]}.**" for reason in reasons),
-        f"Acceptance length on {len(before.pairs)} held-out prompts: **{before.acceptance_length:.2f} before "
-        f"(drafter `{first}`), {after.acceptance_length:.2f} after (`{last}`) {run.traffic_s:.0f} s of live training: {gain:+.2f}** "
+        f"Acceptance length on {len(before.pairs)} held-out prompts: **{before.acceptance_length:.2f} before (`{first}`), "
+        f"{after.acceptance_length:.2f} after {run.traffic_s:.0f} s of live training (`{last}`): {gain:+.2f}** "
         f"(95 % interval {low:+.2f} to {high:+.2f}, bootstrap over prompts).",
         "\n".join(table),
         f"Greedy, at most {run.max_tokens} tokens, one request at a time; tokens/s over whole requests, prompt included. Each "

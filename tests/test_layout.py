@@ -17,6 +17,7 @@ TEXT_SUFFIXES = {".py", ".pyi", ".md", ".yaml", ".yml", ".toml", ".proto", ".txt
 MADE_BY_TOOLS = {".git", ".venv", "build", "dist", "demo", "outputs", "multirun", "__pycache__"}
 FORBIDDEN_IMPORTS = {"runtime": {"serving", "training"}, "serving": {"training"}, "training": {"serving"}}
 MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 600  # it mirrors one module, cases and all
 MAX_FUNCTION_LINES = 80
 
 # Written so that this file does not contain what it looks for.
@@ -88,8 +89,9 @@ def test_every_module_opens_with_a_paragraph() -> None:
 
 def test_files_stay_small() -> None:
     sizes = {_name(path): len(path.read_text().splitlines()) for path in MODULES}
-    large = {name: size for name, size in sizes.items() if size > MAX_FILE_LINES}
-    assert not large, f"over {MAX_FILE_LINES} lines: {large}"
+    limits = {name: MAX_TEST_FILE_LINES if name.startswith("tests/") else MAX_FILE_LINES for name in sizes}
+    large = {name: size for name, size in sizes.items() if size > limits[name]}
+    assert not large, f"too long: {large}"
 
 
 def test_functions_stay_small() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY_PREFIX = ".tmp-"  # names that no reader ever takes for finished work
+FILE_MODE = 0o644  # temporary files and directories, and those of safetensors, are made private; finished ones are not
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -24,6 +25,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, FILE_MODE)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -77,8 +79,10 @@ def remove_leftovers(parent: Path, label: str = "") -> None:
 
 def move_directory(source: Path, target: Path) -> None:
     """Make a finished directory visible under its final name, durably. OSError if a non-empty target is already there."""
+    for entry in source.iterdir():
+        os.chmod(entry, FILE_MODE)
     fsync_tree(source)
-    os.chmod(source, 0o755)  # mkdtemp made it private
+    os.chmod(source, 0o755)
     os.rename(source, target)
     fsync_directory(target.parent)
 

@@ -21,7 +21,7 @@ from runtime.eagle3.config import Eagle3Config
 from runtime.eagle3.model import Eagle3Model
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.eagle3.vocab import DraftVocabulary
-from runtime.files import TEMPORARY_PREFIX, dump_json, fsync_tree, write_atomic
+from runtime.files import FILE_MODE, TEMPORARY_PREFIX, dump_json, fsync_tree, write_atomic
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "RejectReason", "load", "read_config", "read_vocabulary", "save", "version_id"]
 
@@ -39,6 +39,7 @@ def save(model: Eagle3Model, directory: Path, *, dtype: torch.dtype = torch.bflo
     tensors |= {"d2t": model.vocabulary.d2t, "t2d": model.vocabulary.t2d}
     unfinished = directory / f"{TEMPORARY_PREFIX}{WEIGHTS_FILE}"
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.chmod(unfinished, FILE_MODE)
     os.replace(unfinished, directory / WEIGHTS_FILE)
     config = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_atomic(directory / CONFIG_FILE, dump_json(config))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.eagle3.reasons import RejectReason, rejected
+from runtime.errors import ModelError
 from runtime.hidden_states import default_aux_layer_ids
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -26,6 +27,14 @@ _SIZES = (
     "head_dim",
     "vocab_size",
     "draft_vocab_size",
+    "max_position_embeddings",
+)
+_NEEDED_OF_TARGET = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
     "max_position_embeddings",
 )
 _FIXED = {  # settings that would make it another network, and the only value of each that is ours
@@ -83,6 +92,9 @@ class Eagle3Config:
         fc_norm: bool = False,
     ) -> Eagle3Config:
         """A drafter for the target whose config.json this is: its hidden size, head geometry, rope and context."""
+        missing = [name for name in _NEEDED_OF_TARGET if target_config.get(name) is None]
+        if missing:
+            raise ModelError(f"The target's config.json lacks {', '.join(missing)}; a drafter can be made for Llama-like models.")
         heads = target_config["num_attention_heads"]
         hidden = target_config["hidden_size"]
         return Eagle3Config(

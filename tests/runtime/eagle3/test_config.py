@@ -9,7 +9,7 @@ import pytest
 
 from runtime.drafters.embedded import path_for
 from runtime.eagle3 import Eagle3Config
-from runtime.errors import DrafterRejected
+from runtime.errors import DrafterRejected, ModelError
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -89,6 +89,11 @@ def test_an_old_targets_config_without_rope_has_llamas_default() -> None:
     assert config.rope_parameters["rope_theta"] == 10000.0
     assert config.num_key_value_heads == 9
     assert config.aux_layer_ids == (0, 1, 2)
+
+
+def test_a_target_of_another_make_is_named() -> None:
+    with pytest.raises(ModelError, match="lacks intermediate_size, num_hidden_layers"):
+        Eagle3Config.for_target(TARGET | {"num_hidden_layers": None, "intermediate_size": None}, 8192)
 
 
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"rope_parameters": LLAMA3}])

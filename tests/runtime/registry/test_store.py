@@ -283,6 +283,7 @@ def test_two_processes_publish_and_activate_at_once(registry: Registry, make_che
                 assert json.loads(pointer.read_text())["version"] is not None  # a reader never meets a half pointer
                 active_seen += 1
             assert [record.version for record in registry.versions() if record.state is VersionState.REJECTED] == []
+            time.sleep(0.01)
     assert (one.returncode, other.returncode) == (0, 0)
     assert active_seen > 0
     assert len(registry.versions()) == 3

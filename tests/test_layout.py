@@ -83,7 +83,8 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 def test_every_module_opens_with_a_paragraph() -> None:
-    silent = [_name(path) for path in MODULES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
+    written = [path for path in MODULES if not _name(path).startswith("tests/") and path.read_text().strip()]
+    silent = [_name(path) for path in written if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent, f"no docstring in {silent}"
 
 

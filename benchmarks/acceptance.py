@@ -79,10 +79,10 @@ class Runner:
             self._seats.acquire()  # given back when an answer ends
             self._check()
             self._start(prompt)
-            print(f"\r{number + 1} of {len(prompts)} started", end="", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                print(f"\r{number + 1} of {len(prompts)} started", end="", file=sys.stderr, flush=True)
         for _ in range(self._concurrency):
             self._seats.acquire()
-        print(file=sys.stderr)
         self._check()
         return self._counts
 
@@ -127,27 +127,26 @@ def main() -> int:
     prompts = read(options.prompts, options.per_category, options.seed)
     drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
     sessions = SessionsConfig(max_sessions=len(prompts) + 1, max_batch_sessions=options.concurrency)
+    speculation = SpeculationConfig(options.draft_tokens)
     try:
-        engine = build_engine(
-            ModelConfig(options.model), BackendConfig(), drafter, SpeculationConfig(options.draft_tokens), sessions
-        )
+        engine = build_engine(ModelConfig(options.model), BackendConfig(), drafter, speculation, sessions)
         engine.start()
         began = time.monotonic()
-        counts = Runner(engine, options.max_tokens, options.concurrency).run(prompts)
+        try:
+            counts = Runner(engine, options.max_tokens, options.concurrency).run(prompts)
+        finally:
+            engine.stop()
     except SlipstreamError as error:
         print(f"acceptance: {error}", file=sys.stderr)
         return 1
-    seconds = time.monotonic() - began
-    version = engine.drafter_version
-    engine.stop()
     result = {
         "prompts_file": options.prompts.name,
         "model": options.model,
-        "drafter_version": version,
+        "drafter_version": engine.drafter_version,
         "draft_tokens": options.draft_tokens,
         "max_tokens": options.max_tokens,
         "concurrency": options.concurrency,
-        "seconds": round(seconds, 1),
+        "seconds": round(time.monotonic() - began, 1),
         "categories": table(counts),
         "machine": machine.describe(),
     }

@@ -60,6 +60,7 @@ class TrainerConfig:
     max_steps: int | None = None  # None: no such end
     max_time_s: float | None = None
     idle_timeout_s: float | None = None  # online: end after so long without a step to take
+    settle_s: float = 10.0  # how long the end of a run waits for the server's word on the version published last
     gate: GateConfig = field(default_factory=GateConfig)
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ class TrainerConfig:
         self._check_intervals()
 
     def _check_intervals(self) -> None:
-        for name in ("checkpoint_every_s", "evaluate_every_s"):
-            require(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "0 (each step) or more seconds")
+        for name in ("checkpoint_every_s", "evaluate_every_s", "settle_s"):
+            require(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "0 or more seconds")
         for name in ("checkpoint_every_steps", "evaluate_every_steps", "max_steps"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"trainer.{name}", value, "at least 1, or null")
@@ -109,7 +110,7 @@ class DataConfig:
         require(self.fill_wait_s >= 0, "data.fill_wait_s", self.fill_wait_s, "0 or more seconds")
         ok = self.replay_rows >= self.batch_rows
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
-        require(self.lease_timeout_s >= 5, "data.lease_timeout_s", self.lease_timeout_s, "at least 5 seconds")
+        require(self.lease_timeout_s >= 1, "data.lease_timeout_s", self.lease_timeout_s, "at least 1 second")
         require(self.poll_s > 0, "data.poll_s", self.poll_s, "more than 0 seconds")
 
 

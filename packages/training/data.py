@@ -72,6 +72,10 @@ class Stream(Protocol):
         """Counts for the display: rows admitted, waiting, in replay."""
         ...
 
+    def close(self) -> None:
+        """Give back what was taken and is in no checkpoint."""
+        ...
+
 
 @dataclass
 class _Replayed:
@@ -157,6 +161,9 @@ class OnlineStream:
         again = sum(entry.num_passes < self._config.passes for entry in self._replay.values())
         waiting = len(self._fresh) + self._ledger.status()["pending"]
         return {"rows_admitted": self._num_admitted, "rows_waiting": waiting, "rows_to_replay": again}
+
+    def close(self) -> None:
+        self._ledger.recover(self._run_id)
 
     def _lease(self, num_rows: int) -> None:
         """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced."""
@@ -257,6 +264,9 @@ class OfflineStream:
 
     def figures(self) -> dict[str, int]:
         return {"rows": len(self._refs), "rows_trained": self._num_trained, "epoch": self._epoch}
+
+    def close(self) -> None:
+        """Nothing was taken."""
 
     def _begin_epoch(self) -> None:
         names = list(self._refs) if self._epoch < self._config.passes else []

@@ -101,7 +101,11 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """Write the drafter as it is served: the conditioning folded in, bfloat16."""
-        save(_with_factor(self._model, self._scale), directory)
+        save(self.served(), directory)
+
+    def served(self) -> Eagle3Model:
+        """A copy of the drafter with the conditioning folded in, float32."""
+        return _with_factor(self._model, self._scale).requires_grad_(False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything of a checkpoint that is a tensor."""

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 CONDITIONING_TOKENS = 256  # generated tokens to see before training continues from a drafter
 MAX_FIRST_ROWS = 512  # from scratch
-SETTLE_S = 10.0  # how long the end of a run waits for the server's word on the version published last
 
 
 @dataclass
@@ -89,9 +88,16 @@ class Trainer:
         self._metrics: dict[str, float] = {}  # of the last evaluation
 
     def run(self) -> None:
-        learner = self._resume() or self._begin()
-        if learner is None:
-            return
+        try:
+            learner = self._resume() or self._begin()
+            if learner is not None:
+                self._loop(learner)
+                self._end(learner)
+        finally:
+            self._stream.close()
+
+    def _loop(self, learner: Learner) -> None:
+        self._idle_since = None
         self._saved.reset(learner.num_steps)
         self._judged.reset(learner.num_steps)
         while not self._is_over(learner):
@@ -105,7 +111,6 @@ class Trainer:
             if self._judged.is_due(learner.num_steps, self._config.evaluate_every_s, self._config.evaluate_every_steps):
                 self._judge(learner)
             self._look_at_registry()
-        self._end(learner)
 
     # --- the verbs ---
 
@@ -155,9 +160,11 @@ class Trainer:
         self._stream.keep_alive()
 
     def _look_at_registry(self) -> None:
-        if time.monotonic() - self._looked_at < self._registry_poll_s:
-            return
-        self._looked_at = time.monotonic()
+        if time.monotonic() - self._looked_at >= self._registry_poll_s:
+            self._looked_at = time.monotonic()
+            self._tell_news()
+
+    def _tell_news(self) -> None:
         news = self._gate.news()
         if news is not None:
             self._progress.decided(news)
@@ -169,9 +176,10 @@ class Trainer:
             return
         if learner.num_steps > self._judged.at_step:
             self._judge(learner)
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + self._config.settle_s
         while self._gate.is_undecided() and time.monotonic() < deadline and not self._stop.wait(self._data.poll_s):
-            self._look_at_registry()
+            self._stream.keep_alive()
+        self._tell_news()
 
     # --- the beginning ---
 

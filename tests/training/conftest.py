@@ -21,6 +21,7 @@ from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfi
 from training.target_weights import TargetWeights, load_target_weights
 
 V, VD, HT = 40, 24, 16
+CYCLE = 47
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +93,11 @@ def target(tiny: ResolvedModel) -> TargetWeights:
 
 
 class State:
-    """A state directory: its feature plane, and rows put into it. Text follows a rule (each token has one successor), so a
-    drafter can learn it, and each last state is that of a target sure of the token that follows."""
+    """A state directory: its feature plane, and rows put into it.
+
+    Text goes round a cycle of tokens, so a drafter can learn it, and each last state is that of a target sure of the token
+    that follows.
+    """
 
     def __init__(self, root: Path, model: ResolvedModel, target: TargetWeights) -> None:
         self.root = root
@@ -101,22 +105,19 @@ class State:
         self.target = target
         self.store, self.ledger = open_feature_plane(root / "features", 1 << 30)
         generator = torch.Generator().manual_seed(99)
-        self.successor = torch.randperm(target.vocab_size, generator=generator)
+        self.cycle = torch.randperm(target.vocab_size, generator=generator)[:CYCLE].tolist()
         self.channels = torch.randn(target.vocab_size, 3 * target.hidden_size, generator=generator)
         self.channels *= torch.logspace(-2, 3, 3 * target.hidden_size)  # as uneven as real ones
 
     def row(self, seed: int, num_prompt: int = 6, num_generated: int = 14, salt: int = 0) -> FeatureRow:
         """salt: another rule, so another kind of traffic."""
-        successor = torch.roll(self.successor, salt)
-        ids = [seed * 37 % self.target.vocab_size]
-        while len(ids) < num_prompt + num_generated:
-            ids.append(int(successor[ids[-1]]))
-        token_ids = torch.tensor(ids)
+        start, stride = seed * 7, 2 * salt + 1
+        token_ids = torch.tensor([self.cycle[(start + stride * i) % CYCLE] for i in range(num_prompt + num_generated)])
         following = token_ids[1:]
         directions = torch.nn.functional.normalize(self.target.lm_head.float(), dim=-1)
         return FeatureRow(
             token_ids=token_ids,
-            generated=torch.arange(len(ids)) >= num_prompt,
+            generated=torch.arange(len(token_ids)) >= num_prompt,
             hidden=HiddenStates(self.channels[following], 400 * directions[following]),
         )
 
@@ -149,9 +150,11 @@ class State:
                 vocabulary_tokens=40,
                 num_threads=1,
                 niceness=0,
+                ttt_steps=5,
                 warmup_steps=5,
                 checkpoint_every_steps=4,
                 evaluate_every_steps=1000,
+                settle_s=0.0,
                 gate=GateConfig(min_heldout_rows=4),
             ),
             data=DataConfig(batch_rows=4, passes=3, fill_wait_s=0.2, poll_s=0.01),

@@ -24,7 +24,6 @@ from typing import Literal
 import uvicorn
 from fastapi import FastAPI
 
-from runtime.configuration import provenance
 from runtime.errors import EngineUnavailable
 from serving.admission import Admission
 from serving.assembly import Parts, assemble
@@ -115,7 +114,6 @@ class Server:
             ready = Ready(f"http://{place(config.host, listener.getsockname()[1])}", place(config.host, grpc_port))
             try:
                 parts = await asyncio.to_thread(assemble, self.config, self.run_id, self.metrics.drafter_swap.observe)
-                provenance(self.config.state_path / "serving" / self.run_id, self.config)
                 await self._serve(parts, grpc, listener, lambda: on_ready(parts, ready))
             finally:
                 await grpc.stop(0)

@@ -15,6 +15,7 @@ import torch
 from runtime.backends import load_target
 from runtime.backends.base import Target
 from runtime.config import DrafterConfig, DrafterKind
+from runtime.configuration import provenance
 from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.embedded import path_for
@@ -79,12 +80,13 @@ class Parts:
 
 
 def assemble(config: ServingConfig, run_id: str, on_swap: Callable[[float], None]) -> Parts:
-    """Load everything. ModelError, ConfigError or DrafterRejected with one sentence if that fails."""
+    """Load everything and leave a record of this run. ModelError, ConfigError or DrafterRejected, with one sentence, if not."""
     resolved = resolve(config.model.name)
     tokenizer = Tokenizer.load(resolved.path)
     target = load_target(config.backend, config.model, resolved)
     load = drafter_loader(target)
     try:
+        provenance(config.state_path / "serving" / run_id, config)
         registry = Registry(config.registry_path)
         first, embedded_version = first_drafter(config.drafter, target, registry, load)
         capture = _capture(config, target, run_id) if config.capture.enabled else None

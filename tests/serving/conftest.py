@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,23 @@ def start(config: ServingConfig) -> Running:
     return started.result(timeout=START_TIMEOUT_S)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The tiny model is made once, in a home of its own."""
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where these tests keep the tiny model, made once."""
+    return tmp_path_factory.mktemp("home")
+
+
+@contextmanager
+def at_home(path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("home")
         patch.setenv("SLIPSTREAM_HOME", str(path))
-        yield path
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path) -> Iterator[None]:
+    with at_home(home):
+        yield
 
 
 def make_config(state_dir: Path, **groups: Any) -> ServingConfig:
@@ -160,7 +171,8 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def shared_server(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = start(make_config(tmp_path_factory.mktemp("state")))
+    with at_home(home):
+        running = start(make_config(tmp_path_factory.mktemp("state")))
     yield running
     running.stop()
     running.ended.result(timeout=30)

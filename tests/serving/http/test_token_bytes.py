@@ -13,10 +13,13 @@ from runtime.models import Tokenizer as ModelTokenizer
 from runtime.models import resolve
 from serving.http.token_bytes import TokenBytes
 
+from ..conftest import at_home
+
 
 @pytest.fixture(scope="module")
 def tiny(home: Path) -> tuple[ModelTokenizer, TokenBytes]:
-    path = resolve("tiny").path
+    with at_home(home):
+        path = resolve("tiny").path
     return ModelTokenizer.load(path), TokenBytes(path / "tokenizer.json")
 
 

@@ -1,3 +1,5 @@
+"""Durable files: what readers see while writers write, fail or die."""
+
 from __future__ import annotations
 
 import os

@@ -7,7 +7,6 @@ cannot end his own turn and speak as the system.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 
 from runtime.errors import InvalidRequest, ModelError
+from runtime.models.fingerprint import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -150,7 +150,7 @@ def _eos_token_ids(path: Path, fallback: int | None) -> tuple[int, ...]:
     """The ids that end a turn: of generation_config.json, else of config.json, else the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        value = read_json(file).get("eos_token_id") if file.is_file() else None
         if value is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)
     return () if fallback is None else (fallback,)

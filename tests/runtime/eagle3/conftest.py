@@ -1,3 +1,5 @@
+"""A small drafter whose every size differs from the others, so that a mixed-up axis shows."""
+
 from __future__ import annotations
 
 import dataclasses

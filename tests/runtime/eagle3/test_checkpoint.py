@@ -1,3 +1,5 @@
+"""Checkpoints on disk: bit-identical round trips, the three spellings, and a reason for every file that is not whole."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The drafter's config.json: what is written, the three dialects that are read, and what is refused by name."""
+
 from __future__ import annotations
 
 import copy

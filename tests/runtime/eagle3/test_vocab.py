@@ -1,3 +1,5 @@
+"""The draft vocabulary: its two tables always describe one set of tokens, or it is refused."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""A tiny model for the room, and homes of the tests' own."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Directories made once: by two processes at once, by a process that is killed, and again after damage."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""The fingerprint follows the content and nothing else, and is remembered outside the model."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Where home is."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""From names to directories, and one sentence for every name that leads to none."""
+
 from __future__ import annotations
 
 import json

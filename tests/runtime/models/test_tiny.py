@@ -1,3 +1,5 @@
+"""The tiny model: the same in every process, readable by transformers, bytes for a vocabulary."""
+
 from __future__ import annotations
 
 import subprocess

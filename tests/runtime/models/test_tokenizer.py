@@ -1,3 +1,5 @@
+"""Text and ids of two families of tokenizers: streaming equals decoding, and chat cannot forge control tokens."""
+
 from __future__ import annotations
 
 import json
@@ -5,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as BackendTokenizer
@@ -54,8 +56,8 @@ def test_streaming_any_ids_of_the_other_family(sentencepiece_tokenizer: Tokenize
 @relaxed
 @given(text=ANY_TEXT)
 def test_text_comes_back_and_no_character_is_ever_broken(tiny_tokenizer: Tokenizer, text: str) -> None:
-    if "\N{REPLACEMENT CHARACTER}" in text:
-        return
+    assume("\N{REPLACEMENT CHARACTER}" not in text)
+    assume("<|" not in text)  # nor any control token
     parts = streamed(tiny_tokenizer, tiny_tokenizer.encode(text))
     assert "".join(parts) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)

@@ -1,3 +1,5 @@
+"""A target, checkpoints for it, and a registry in a directory of the test's own."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

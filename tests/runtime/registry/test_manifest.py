@@ -1,3 +1,5 @@
+"""Manifests come back as they were, and nothing else is taken for one."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The registry on disk: states, the pointer, damage, several processes, publishers that die."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""Every reason for which a drafter may not serve, each with a version that has only this one fault."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Stubs generated from proto/runtime/rpc/v1/runtime.proto; `make stubs` writes them again, a test compares."""
+"""Stubs generated from proto/runtime/rpc/v1/runtime.proto; `make proto` writes them again, a test compares."""

@@ -131,6 +131,8 @@ def first_drafter(config: DrafterConfig, target: Target, registry: Registry, loa
     """
     embedded = path_for(target.info.name)
     embedded_version = _publish(registry, embedded, target) if embedded else None
+    if embedded_version and registry.get(embedded_version).state is VersionState.STAGED:
+        registry.set_state(embedded_version, VersionState.VALIDATED)  # it is no news: the watcher must not take it up
     match config.kind:
         case DrafterKind.NONE:
             return NoDrafter(), embedded_version

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+
 from runtime import configuration
 from runtime.config import (
     BackendConfig,

@@ -294,3 +294,19 @@ def test_the_embedded_drafter_serves_first_and_can_be_gone_back_to(
     assert ask(running)["speculation"]["drafter_version"] == first
     again = start_server(registry=RegistryConfig(root=str(running.config.registry_path)))
     assert listed(again)["active"] == first
+
+
+@pytest.mark.parametrize("asked", ["ngram", "eagle3"])
+def test_the_embedded_drafter_does_not_push_out_the_one_that_was_asked_for(
+    start_server: StartServer, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    embedded = make_drafter(4)
+    monkeypatch.setattr(serving.assembly, "path_for", lambda name: embedded)
+    named = make_drafter(3)
+    config = DrafterConfig(kind=DrafterKind.EAGLE3, path=str(named)) if asked == "eagle3" else DrafterConfig(DrafterKind.NGRAM)
+    running = start_server(drafter=config)
+    assert listed(running)["active"] == (version_id(named) if asked == "eagle3" else "ngram")
+    news = publish(running, make_drafter(5))
+    wait_for(lambda: listed(running)["active"] == news)
+    assert {event["version"] for event in listed(running)["history"]} == {news}
+    assert activate(running, version_id(embedded)).status_code == 200

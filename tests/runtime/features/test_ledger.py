@@ -185,12 +185,14 @@ def test_a_late_trainer_still_counts_until_its_rows_are_taken(ledger: Ledger, ma
         ledger.record_checkpoint("r", "c2", 2, ["b"])
 
 
-def test_recover_returns_what_no_checkpoint_holds_and_spares_attempts(ledger: Ledger, make_ref: MakeRef) -> None:
+def test_recover_returns_what_no_checkpoint_holds_and_spares_attempts(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
     _commit(ledger, make_ref, "abc")
     for _ in range(10):  # more restarts than attempts
         assert _ids(ledger.lease("r", 9, 60)) == ["a", "b", "c"]
         assert ledger.recover("r") == 3
-    ledger.lease("r", 1, 60)
+    ledger.lease("r", 9, 60)
+    clock.now += 60
+    assert _ids(ledger.lease("r", 1, 60)) == ["a"]
     ledger.lease("q", 1, 60)
     ledger.record_checkpoint("r", "c", 1, ["a"])
     assert ledger.recover("r") == 0

@@ -64,7 +64,7 @@ def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Prog
     features_root = Path(config.features.root).expanduser() if config.features.root else state_dir / "features"
     registry = Registry(Path(config.registry.root).expanduser() if config.registry.root else state_dir / "registry")
     store, ledger = open_feature_plane(features_root, config.features.budget_mib << 20)
-    start = starting_drafter(config.trainer.init, registry, config.model.name)
+    start = starting_drafter(config.trainer.init, registry, target)
     check = row_check(target)
     stream_of = OnlineStream if config.mode is Mode.ONLINE else OfflineStream
     gate = Gate(
@@ -115,7 +115,7 @@ def _take_a_modest_share(config: TrainingConfig) -> None:
     """A server on the same machine comes first: half of the cores online, and a lower priority."""
     cores = os.cpu_count() or 1
     torch.set_num_threads(config.trainer.num_threads or (cores if config.mode is Mode.OFFLINE else max(cores // 2, 1)))
-    os.nice(config.trainer.niceness)
+    os.setpriority(os.PRIO_PROCESS, 0, max(config.trainer.niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 @contextmanager

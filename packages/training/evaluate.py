@@ -20,6 +20,7 @@ from training.batches import Batch, TrainingRow, group_by_tokens, pack
 from training.ttt import Unroll
 
 MAX_BATCH_TOKENS = 8192
+HEAD_BLOCK = 256  # positions whose logits exist at a time
 
 
 @torch.no_grad()
@@ -38,12 +39,11 @@ def evaluate(model: Eagle3Model, rows: Sequence[TrainingRow], num_draft_tokens: 
 
 def leading_hits(model: Eagle3Model, batch: Batch) -> torch.Tensor:
     """int64 [P]: how many greedy drafts in a row are right when a chain starts at each supervised position."""
-    target_ids = model.vocabulary.target_ids.to(batch.aux.device)
     chain = Unroll(model, batch)
     reach = torch.zeros(batch.num_supervised, dtype=torch.int64, device=batch.aux.device)
     states = chain.first()
     for k in range(batch.chain_ids.shape[1]):
-        drafts = target_ids[model.draft_logits(states).argmax(-1)]
+        drafts = greedy(model, states)
         hit = drafts == batch.chain_ids[chain.rows, k]
         reach[chain.rows[hit]] += 1
         can_go_on = hit & (batch.depths[chain.rows] > k + 1)
@@ -52,6 +52,12 @@ def leading_hits(model: Eagle3Model, batch: Batch) -> torch.Tensor:
             break
         states = chain.deeper(keep, drafts[keep])
     return reach
+
+
+def greedy(model: Eagle3Model, states: torch.Tensor) -> torch.Tensor:
+    """int64 [P]: the target ids that the drafter thinks most likely after states [P, H]."""
+    drafts = [model.draft_logits(some).argmax(-1) for some in states.split(HEAD_BLOCK)]  # type: ignore[no-untyped-call]
+    return model.vocabulary.target_ids.to(states.device)[torch.cat(drafts)]
 
 
 def walk(reach: Sequence[int], depths: Sequence[int], num_draft_tokens: int) -> SpeculationStats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -59,6 +60,8 @@ class Progress:
         acceptance = [hits / max(drafted, 1) for hits, drafted in zip(result.num_accepted, result.num_drafted, strict=True)]
         rate = result.num_tokens / max(result.seconds, 1e-9)
         self._loss = result.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * result.loss
+        if not math.isfinite(result.grad_norm):
+            self._say(f"step {result.step}: the gradient is not finite, nothing was changed")
         self._write(
             "step",
             step=result.step,
@@ -108,7 +111,8 @@ class Progress:
     # --- how it is told ---
 
     def _write(self, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        entry = {"event": event, "time": time.time()} | {name: _finite(value) for name, value in values.items()}
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
 
     def _say(self, text: str) -> None:
@@ -127,3 +131,10 @@ class Progress:
         for name, value in self._shown.items():
             table.add_row(name, value)
         return table
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: null stands for what is not a number."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from runtime.drafters import embedded
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, load, version_id
 from runtime.errors import ConfigError
 from runtime.features.refs import SampleRef
-from runtime.registry import Registry
+from runtime.registry import Manifest, Registry
 from training.batches import TrainingRow
 from training.config import TrainerConfig
 from training.data import Check
@@ -29,17 +29,29 @@ CONTINUE_RATE, SCRATCH_RATE = 5e-4, 2e-3
 DEFAULT_VOCABULARY_SIZE = 8192
 
 
-def starting_drafter(init: str, registry: Registry, model_name: str) -> Baseline:
+def starting_drafter(init: str, registry: Registry, target: TargetWeights) -> Baseline:
     """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
-    directory: Path | None = None
-    if init == AUTO:
-        active = registry.active()
-        directory = embedded.path_for(model_name) if active is None else registry.path(active)
-    elif init != SCRATCH:
-        directory = Path(init).expanduser()
-        if not directory.is_dir():
-            raise ConfigError(f"trainer.init is {init!r}; it must be auto, scratch, or the directory of a drafter that exists.")
-    return Baseline(PLAIN, None) if directory is None else Baseline(version_id(directory), directory)
+    if init == SCRATCH:
+        return Baseline(PLAIN, None)
+    directory = _active_or_embedded(registry, target) if init == AUTO else Path(init).expanduser()
+    if directory is None:
+        return Baseline(PLAIN, None)
+    if not directory.is_dir():
+        raise ConfigError(f"trainer.init is {init!r}; it must be auto, scratch, or the directory of a drafter that exists.")
+    return Baseline(version_id(directory), directory)
+
+
+def _active_or_embedded(registry: Registry, target: TargetWeights) -> Path | None:
+    active = registry.active()
+    if active is None:
+        return embedded.path_for(target.name)
+    made_for = Manifest.read(registry.path(active)).target_fingerprint
+    if made_for != target.fingerprint:
+        raise ConfigError(
+            f"The active version {active} was trained for target {made_for}, and {target.name} is {target.fingerprint}. "
+            "Use another state_dir, or trainer.init=scratch."
+        )
+    return registry.path(active)
 
 
 def continue_from(directory: Path, target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow]) -> Learner:

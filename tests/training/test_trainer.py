@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import signal
@@ -12,14 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.eagle3 import version_id
-from runtime.errors import ConfigError, ModelError
+from runtime.errors import ConfigError
 from runtime.features.refs import SampleMeta
 from training import checkpoint
 from training.app import run
 from training.config import Mode, TrainingConfig
-from training.learner import Learner
-from training.start import continue_from, from_scratch
 
 
 def train(config: TrainingConfig) -> None:
@@ -152,47 +148,6 @@ def test_two_trainers_on_one_run_are_refused(state) -> None:
     train(state.config(trainer__max_steps=1))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no json", "gone"])
-def test_damaged_checkpoint_is_one_clear_sentence(state, damage: str) -> None:
-    state.add(range(8))
-    train(state.config(trainer__max_steps=2))
-    path = Path(state.ledger.latest_checkpoint("default").path)
-    tensors, described = path / checkpoint.TENSORS_FILE, path / checkpoint.STATE_FILE
-    data = tensors.read_bytes()
-    if damage == "truncated":
-        tensors.write_bytes(data[: len(data) // 2])
-    elif damage == "flipped":
-        tensors.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
-    elif damage == "no json":
-        described.write_text("{")
-    else:
-        described.unlink()
-    with pytest.raises(ModelError, match=r"Checkpoint .* cannot be used: .*\. Start another run"):
-        run(state.config(trainer__max_steps=4))
-
-
-def test_only_the_newest_checkpoints_stay(state) -> None:
-    state.add(range(12))
-    train(state.config(trainer__max_steps=9, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=2))
-    kept = sorted(entry.name for entry in (state.root / "training" / "default" / "checkpoints").iterdir())
-    assert kept == ["step-00000008", "step-00000009"]
-
-
-def test_vocabulary_comes_from_the_traffic_and_stays(state) -> None:
-    names = state.add(range(6))
-    train(state.config(trainer__max_steps=3, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
-    tensors = weights(state)
-    ids = (tensors["d2t"] + torch.arange(40)).tolist()
-    seen = [token for seed in range(len(names)) for token in state.row(seed).token_ids[6:].tolist()]
-    counts = torch.bincount(torch.tensor(seen), minlength=state.target.vocab_size)
-    most = torch.argsort(counts, descending=True, stable=True)[:40].sort().values.tolist()
-    assert ids == most
-    assert tensors["t2d"].nonzero().flatten().tolist() == ids
-    state.add(range(100, 120))
-    train(state.config(trainer__max_steps=8, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
-    assert torch.equal(weights(state)["d2t"], tensors["d2t"])
-
-
 def test_overfitting_a_few_rows_raises_acceptance(state) -> None:
     state.add(range(6))
     train(state.config(trainer__max_steps=80, data__passes=200, trainer__learning_rate=3e-3))
@@ -204,43 +159,3 @@ def test_overfitting_a_few_rows_raises_acceptance(state) -> None:
 def test_a_run_stopped_before_its_first_rows_leaves_nothing(state) -> None:
     train(state.config(trainer__idle_timeout_s=0.3))
     assert state.ledger.latest_checkpoint("default") is None
-
-
-def test_export_and_import_are_bit_identical(state, tmp_path: Path) -> None:
-    """Export, start another learner there, export again: the same bytes, whatever the conditioning's scale is."""
-    config = state.config().trainer
-    learner = from_scratch(state.target, config, state.rows(range(6)))
-    for _ in range(3):
-        learner.step(state.rows(range(6)))
-    learner.export(tmp_path / "a")
-    again = continue_from(tmp_path / "a", state.target, config, state.rows(range(6, 12), salt=3))
-    again.export(tmp_path / "b")
-    assert version_id(tmp_path / "a") == version_id(tmp_path / "b")
-    scale = again.tensors()["scale"]
-    assert scale.min() < 0.01
-    assert scale.max() > 10.0
-    assert torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))  # powers of two, so exact
-
-
-def test_learner_restores_to_the_same_bits(state) -> None:
-    config = state.config().trainer
-    learner = from_scratch(state.target, config, state.rows(range(6)))
-    learner.step(state.rows(range(6)))
-    again = Learner.restore(learner.tensors(), learner.state(), state.target, config)
-    assert same(learner.tensors(), again.tensors())
-    assert learner.step(state.rows(range(6, 9))).loss == again.step(state.rows(range(6, 9))).loss
-    assert same(learner.tensors(), again.tensors())
-
-
-def test_drafter_of_other_layers_cannot_be_continued(state, tmp_path: Path) -> None:
-    config = state.config().trainer
-    from_scratch(state.target, config, state.rows(range(6))).export(tmp_path)
-    assert continue_from(tmp_path, state.target, config, state.rows(range(2))).num_steps == 0
-    moved = dataclasses.replace(state.target, config={**state.target.config, "num_hidden_layers": 12})
-    with pytest.raises(ConfigError, match="reads layers"):
-        continue_from(tmp_path, moved, config, state.rows(range(2)))
-
-
-def test_a_starting_point_that_is_not_there_is_refused(state, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be auto, scratch, or the directory of a drafter"):
-        run(state.config(trainer__init=str(tmp_path / "nowhere")))

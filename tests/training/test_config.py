@@ -1,0 +1,57 @@
+"""Ranges of the trainer's settings, and that the packaged configurations compose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from runtime.config import Dtype, ModelConfig
+from runtime.errors import ConfigError
+from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfig
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (TrainerConfig, {"run_id": "../escape"}, "trainer.run_id is '../escape'"),
+        (TrainerConfig, {"init": " "}, "trainer.init"),
+        (TrainerConfig, {"ttt_steps": 0}, "trainer.ttt_steps is 0"),
+        (TrainerConfig, {"learning_rate": 0.0}, "trainer.learning_rate is 0.0"),
+        (TrainerConfig, {"depth_decay": 1.5}, "trainer.depth_decay is 1.5"),
+        (TrainerConfig, {"niceness": 20}, "trainer.niceness is 20"),
+        (TrainerConfig, {"num_threads": 0}, "trainer.num_threads is 0"),
+        (TrainerConfig, {"max_steps": 0}, "trainer.max_steps is 0"),
+        (TrainerConfig, {"idle_timeout_s": -1.0}, "trainer.idle_timeout_s is -1.0"),
+        (TrainerConfig, {"evaluate_every_s": -1.0}, "trainer.evaluate_every_s is -1.0"),
+        (TrainerConfig, {"keep_checkpoints": 0}, "trainer.keep_checkpoints is 0"),
+        (TrainerConfig, {"draft_vocab_size": 1}, "trainer.draft_vocab_size is 1"),
+        (GateConfig, {"confidence": 1.0}, "trainer.gate.confidence is 1.0"),
+        (GateConfig, {"min_heldout_rows": 1}, "trainer.gate.min_heldout_rows is 1"),
+        (GateConfig, {"max_heldout_rows": 4}, "trainer.gate.max_heldout_rows is 4"),
+        (DataConfig, {"batch_rows": 0}, "data.batch_rows is 0"),
+        (DataConfig, {"replay_rows": 4}, "data.replay_rows is 4"),
+        (DataConfig, {"passes": 0}, "data.passes is 0"),
+        (DataConfig, {"lease_timeout_s": 0.5}, "data.lease_timeout_s is 0.5"),
+        (TrainingConfig, {"model": ModelConfig(dtype=Dtype.BFLOAT16)}, "model.dtype is 'bfloat16'"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(kind: type, settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match="must be") as refused:
+        kind(**settings)
+    assert str(refused.value).startswith(said)
+
+
+def test_packaged_configurations_compose(tmp_path) -> None:
+    groups = ["trainer=auto,scratch", "data=replay,epochs", "model=tiny,smollm2-135m", "trainer.max_time_s=0.001"]
+    code = (
+        "from runtime.configuration import main\n"
+        "from training.config import TrainingConfig\n"
+        "main('training', TrainingConfig, lambda config: print(config.trainer.init, config.data.passes, config.model.name))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, "--multirun", *groups], capture_output=True, text=True, cwd=tmp_path)
+    assert result.stderr == ""
+    assert sorted(result.stdout.split("\n")[:-1]) == sorted(
+        f"{init} {passes} {model}" for init in ("auto", "scratch") for passes in (6, 3) for model in ("tiny", "smollm2-135m")
+    )

@@ -210,6 +210,17 @@ def test_everything_survives_reopening(tmp_path: Path, ledger: Ledger, make_ref:
     again.close()
 
 
+def test_trainable_rows_are_all_that_can_be_read_but_held_out_ones(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abcde")
+    ledger.commit(make_ref("h"), "heldout")
+    ledger.lease("r", 4, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a", "b"])
+    ledger.shed_durable(100)
+    ledger.fail("c", "damaged", retryable=False)
+    assert _ids(ledger.trainable()) == ["b", "d", "e"]
+    assert ledger.status()["leased"] == 1  # nothing was leased by looking
+
+
 # --- failures ---
 
 

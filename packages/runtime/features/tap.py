@@ -255,7 +255,7 @@ class FeatureTap:
         )
 
     def _store_row(self, meta: SampleMeta, row: FeatureRow, chance: float) -> bool:
-        """Put and commit; all rows of one turn share their chance, so none is trained on while its sibling is held out."""
+        """Put and commit. All rows of one turn share their chance of being offered to the held-out reservoir."""
         ref = self._store.put(meta, row)
         try:
             if chance >= self._config.heldout_fraction:
@@ -298,7 +298,7 @@ def _copy_positions(parts: tuple[HiddenStates, ...], start: int, stop: int, dtyp
     for part in parts:
         low, high = max(start, offset), min(stop, offset + len(part))
         if low < high:
-            aux[low - start : high - start].copy_(part.aux[low - offset : high - offset])
-            last[low - start : high - start].copy_(part.last[low - offset : high - offset])
+            aux[low - start : high - start].copy_(part.aux[low - offset : high - offset].detach())
+            last[low - start : high - start].copy_(part.last[low - offset : high - offset].detach())
         offset += len(part)
     return HiddenStates(aux, last)

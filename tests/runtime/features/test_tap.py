@@ -142,6 +142,17 @@ def test_rows_are_copies_not_views(plane: Plane, target_info: TargetInfo, make_t
     assert plane[0].used_bytes() < 40 * (32 * 2 + 9) + 600
 
 
+@pytest.mark.parametrize("kind", ["inference", "gradient"])
+def test_tensors_of_any_mode_are_taken(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn, kind: str) -> None:
+    with torch.inference_mode(kind == "inference"):
+        aux, last = (torch.randn(39, width, requires_grad=kind == "gradient") * 2 for width in (24, 8))
+    with tapping(plane, target_info) as tap:
+        tap.offer(replace(make_turn(), hidden=(HiddenStates(aux, last),)))
+    [row] = _rows(plane)
+    assert torch.equal(row.hidden.last, last.detach().bfloat16())
+    assert not row.hidden.last.requires_grad
+
+
 def test_the_same_turn_twice_is_one_row(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
     with tapping(plane, target_info) as tap:
         tap.offer(make_turn("a"))

@@ -81,9 +81,10 @@ def load_passages(path: Path) -> list[str]:
 
 
 def _cut(text: str) -> str:
+    """The first words of a text, up to the last end of a sentence among them if that is not too far back."""
     words = text.split()
     kept = " ".join(words[:MAX_WORDS])
-    end = max(kept.rfind(mark) for mark in (". ", "? ", "! "))
+    end = max(f"{kept} ".rfind(mark) for mark in (". ", "? ", "! "))
     return kept if len(words) <= MAX_WORDS or end < len(kept) // 2 else kept[: end + 1]
 
 

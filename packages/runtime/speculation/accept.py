@@ -38,7 +38,9 @@ def verify_chain(logits: torch.Tensor, draft: Draft, processor: Processor, gener
     if processor.params.is_greedy:
         return _verify_greedy(logits, draft, processor)
     assert generator is not None, "sampling needs the request's generator"
-    return _verify_sampled(logits, draft, processor, generator)
+    # A CPU pays for every row and so looks at one at a time; an accelerator pays for every look and so takes all at once.
+    window = 1 if logits.device.type == "cpu" else logits.shape[0]
+    return _verify_sampled(logits, draft, processor, generator, window)
 
 
 def _verify_greedy(logits: torch.Tensor, draft: Draft, processor: Processor) -> Verdict:
@@ -49,12 +51,10 @@ def _verify_greedy(logits: torch.Tensor, draft: Draft, processor: Processor) -> 
     return Verdict(best[: num_accepted + 1], num_accepted)
 
 
-def _verify_sampled(logits: torch.Tensor, draft: Draft, processor: Processor, generator: torch.Generator) -> Verdict:
+def _verify_sampled(logits: torch.Tensor, draft: Draft, processor: Processor, generator: torch.Generator, window: int) -> Verdict:
     m = len(draft.token_ids)
     draws = torch.rand(m + 1, generator=generator, dtype=torch.float64)
     uniforms, last_uniform = draws.tolist(), draws[m:]
-    # A CPU pays for every row and so looks at one at a time; an accelerator pays for every look and so takes all at once.
-    window = 1 if logits.device.type == "cpu" else m + 1
     for first in range(0, m + 1, window):
         p = processor.probs(logits[first : first + window], draft.token_ids, first)  # [window, V]
         ids = draft.token_ids[first : first + window]

@@ -148,14 +148,13 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """One index per row [R] of non-negative weights [R, N], drawn in proportion to them by inverse CDF.
 
     uniforms: float64 [R] in [0, 1), as drawn on the CPU; number r decides row r alone, whatever its neighbours. An index
-    without weight is never picked; each row must have some.
+    without weight is never picked; each row must have some (a row of NaN gives an index that means nothing).
     """
     mass = weights.cumsum(dim=-1, dtype=torch.float64)  # [R, N]
-    total = mass[:, -1:].contiguous()
-    draw = uniforms.to(weights.device).unsqueeze(-1) * total
+    # A float64 below 1 times the total stays below the total, so some mass always exceeds the draw.
+    draw = uniforms.to(weights.device).unsqueeze(-1) * mass[:, -1:]
     index = torch.searchsorted(mass, draw, right=True)  # the first whose mass exceeds the draw
-    last = torch.searchsorted(mass, total)  # the last with weight: draw may have been rounded up to the total
-    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+    return index.clamp_(max=weights.shape[-1] - 1).squeeze(-1)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int = 0) -> list[TokenLogprob]:

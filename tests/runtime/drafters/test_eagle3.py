@@ -292,3 +292,30 @@ def test_a_history_that_does_not_end_behind_the_rows_is_the_callers_mistake():
 
 def test_no_requests_no_drafts():
     assert Eagle3Drafter(MODEL, "v").propose([]) == []
+
+
+@pytest.mark.cuda
+def test_cuda_drafts_what_the_cpu_drafts():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    on_cuda = make_model()
+    on_cuda.embedding = on_cuda.embedding.cuda()
+    drafters = [Eagle3Drafter(MODEL, "cpu"), Eagle3Drafter(on_cuda.cuda(), "cuda")]
+    sequences = [(Sequence(seed), temperature) for seed, temperature in ((1, 0.0), (2, 1.0))]
+    generators = [[new_generator(seed) for seed in range(2)] for _ in drafters]
+    states = [[drafter.new_state() for _ in sequences] for drafter in drafters]
+    position = 0
+    for num_rows in (9, 1, 150, 3):
+        drafts = [
+            drafter.propose(
+                [
+                    sequence.request(states[d][i], position, num_rows, 5, temperature=temperature, generator=generators[d][i])
+                    for i, (sequence, temperature) in enumerate(sequences)
+                ]
+            )
+            for d, drafter in enumerate(drafters)
+        ]
+        assert [draft.token_ids for draft in drafts[0]] == [draft.token_ids for draft in drafts[1]]
+        for cpu, cuda in zip(drafts[0][1].probs, drafts[1][1].probs, strict=True):
+            torch.testing.assert_close(cuda.probs.cpu(), cpu.probs, rtol=1e-3, atol=1e-4)
+        position += num_rows

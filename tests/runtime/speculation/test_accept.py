@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from runtime.drafters.base import Draft, SparseProbs
 from runtime.errors import ModelError
 from runtime.speculation import Processor, new_generator, verify_chain
+from runtime.speculation.accept import _verify_sampled
 from runtime.types import SamplingParams
 
 V = 12
@@ -119,6 +120,21 @@ def test_a_seed_repeats_and_does_not_depend_on_the_neighbours():
         verify_chain(LOGITS[[0, 1]], Draft([1]), greedy, None)  # a greedy row beside the sampled ones
         latest = (first, second)
     assert latest == (alone, other)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_looking_at_several_rows_at_once_changes_nothing(window):
+    """What an accelerator does; the CPU's way is one row at a time."""
+    params, q = SamplingParams(top_k=8, frequency_penalty=0.7), SparseProbs(torch.arange(V), torch.full((V,), 1 / V))
+    verdicts = []
+    for seed in range(60):
+        ids = torch.randint(V, (3,), generator=new_generator(seed)).tolist()
+        draft = Draft(ids, [q] * 3) if seed % 2 else Draft(ids)
+        processor = Processor(params, [0], V)
+        one = verify_chain(LOGITS[[0, *ids]], draft, processor, new_generator(seed))
+        assert _verify_sampled(LOGITS[[0, *ids]], draft, processor, new_generator(seed), window) == one
+        verdicts.append(one.num_accepted)
+    assert set(verdicts) == {0, 1, 2, 3}
 
 
 def test_a_sampled_step_takes_the_same_numbers_whatever_is_accepted():

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from types import FrameType
 
 import torch
 from rich.console import Console
+from rich.logging import RichHandler
 
 from runtime.configuration import provenance
 from runtime.errors import ConfigError
@@ -42,14 +42,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run(config: TrainingConfig) -> int:
     """Train until the run's own end or a signal; 0 then."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    console = Console(stderr=True)
+    _log_to(console)
     state_dir = Path(config.state_dir).expanduser() if config.state_dir else home() / "state"
     run_dir = state_dir / "training" / config.trainer.run_id
     with _only_one(run_dir, config.trainer.run_id), _stopping(STOP_SIGNALS) as stop:
         _clean(run_dir)
         provenance(run_dir, config)
         _take_a_modest_share(config)
-        with Progress(run_dir, Console(stderr=True)) as progress:
+        with Progress(run_dir, console) as progress:
             build(config, state_dir, run_dir, progress, stop).run()
         picture = plot.draw(run_dir)
         if picture is not None:
@@ -97,6 +98,15 @@ def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Prog
         stop=stop,
         registry_poll_s=config.registry.poll_s,
     )
+
+
+def _log_to(console: Console) -> None:
+    """Above the live panel on a terminal, plain lines elsewhere."""
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    else:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
 
 def _device(name: str) -> torch.device:

@@ -35,7 +35,7 @@ def draw(run_dir: Path) -> Path | None:
     depth.legend(loc="lower right", fontsize="small")
     at = sorted(judged)
     held_out.plot(at, [judged[step]["acceptance_length"] for step in at], marker="o", label="candidate")
-    held_out.plot(at, [judged[step]["baseline_acceptance_length"] for step in at], linestyle="--", label="served")
+    held_out.plot(at, [judged[step]["baseline_acceptance_length"] for step in at], marker=".", linestyle="--", label="served")
     for step in published:
         held_out.axvline(step, linestyle=":", linewidth=0.8, color="black")
     held_out.set_ylabel("acceptance length (held-out rows)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ SMOOTHING = 0.9  # of the loss shown
 class Progress:
     def __init__(self, run_dir: Path, console: Console) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
+        _mend(run_dir / METRICS_FILE)
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._console = console
         self._shown: dict[str, str] = {}
@@ -117,7 +119,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if self._live is not None:
-            self._console.print(text)
+            self._console.print(text, markup=False, highlight=False)
         else:
             logger.info("%s", text)
 
@@ -131,6 +133,13 @@ class Progress:
         for name, value in self._shown.items():
             table.add_row(name, value)
         return table
+
+
+def _mend(path: Path) -> None:
+    """Cut off a last line that a killed run left half-written."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""The drafter trainer. Rows in, drafter versions out; imports runtime, never serving."""

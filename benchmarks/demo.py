@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import threading
@@ -78,7 +79,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=96, help="of one answer")
     parser.add_argument("--traffic-s", type=float, default=240.0, help="play traffic at least so long")
     parser.add_argument("--limit-s", type=float, default=420.0, help="and at most so long, activation or not")
-    parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="an override for both programs")
+    parser.add_argument(
+        "--set", dest="common", action="append", default=[], metavar="SETTING=VALUE", help="an override for both programs"
+    )
     return parser
 
 
@@ -105,12 +108,14 @@ def endless(texts: list[str], num_once: int) -> Iterator[str]:
 
 def server_overrides(options: argparse.Namespace) -> list[str]:
     drafter = ["drafter=ngram"] if options.start == "scratch" else []
-    return [f"state_dir={options.out / 'state'}", "server.http_port=0", "server.grpc_port=0", *drafter, *options.set]
+    ports = ["server.http_port=0", "server.grpc_port=0"]
+    capture = ["capture.heldout_fraction=0.2"]  # a short run: the gate should soon have enough rows to judge by
+    return [f"state_dir={options.out / 'state'}", *ports, *capture, *drafter, *options.common]
 
 
 def trainer_overrides(options: argparse.Namespace) -> list[str]:
     start = ["trainer=scratch"] if options.start == "scratch" else []
-    return [f"state_dir={options.out / 'state'}", "trainer.evaluate_every_s=45", *start, *options.set]
+    return [f"state_dir={options.out / 'state'}", "trainer.evaluate_every_s=45", *start, *options.common]
 
 
 def measure(board: Board, title: str, client: Client, prompts: list[Messages]) -> evaluation.Evaluation:
@@ -150,7 +155,7 @@ class Loop:
         self._stop = threading.Event()
 
     def play(self, stream: Iterator[Messages]) -> None:
-        """Until a version went live and the time is used, or the limit is reached."""
+        """Until a new version went live and served for a while and the time is used, or the limit is reached."""
         self._board.stage("live traffic, and a trainer that learns from it")
         began = time.monotonic()
         workers = [threading.Thread(target=self._work, args=(stream,)) for _ in range(self._options.concurrency)]
@@ -182,8 +187,15 @@ class Loop:
                     self._run.traffic.append(answer)
 
     def _is_over(self, seconds: float) -> bool:
+        if seconds >= self._options.limit_s or self._run.failures:
+            return True
         enough = len(self._run.traffic) >= self._options.requests and seconds >= self._options.traffic_s
-        return (enough and bool(self._run.activations)) or seconds >= self._options.limit_s or bool(self._run.failures)
+        return enough and self._served_by_news() >= report.MOVING_REQUESTS
+
+    def _served_by_news(self) -> int:
+        """Requests since the first new version went live; the rest of the plot, so to say."""
+        first = min((activation.at for activation in self._run.activations), default=math.inf)
+        return sum(answer.at > first for answer in self._run.traffic)
 
     def _look(self) -> None:
         for program in self._programs:

@@ -114,7 +114,7 @@ def server_overrides(options: argparse.Namespace) -> list[str]:
 
 
 def trainer_overrides(options: argparse.Namespace) -> list[str]:
-    start = ["trainer=scratch"] if options.start == "scratch" else []
+    start = ["trainer=scratch", "trainer.vocabulary_tokens=4096"] if options.start == "scratch" else []
     return [f"state_dir={options.out / 'state'}", "trainer.evaluate_every_s=45", *start, *options.common]
 
 

@@ -72,6 +72,7 @@ def write(run: Run, directory: Path) -> Path:
 def _outcome(run: Run, before: Evaluation, after: Evaluation) -> list[str]:
     gain, low, high = lift(before, after)
     reasons = run.verdict()
+    title = "A cold start" if run.is_from_scratch else "The loop did not close" if reasons else "The loop, closed"
     first, last = before.speculative[-1].drafter_version, after.speculative[-1].drafter_version
     rows = [
         ("before", before.acceptance_length, tokens_per_second(before.speculative), before.speedup),
@@ -82,7 +83,7 @@ def _outcome(run: Run, before: Evaluation, after: Evaluation) -> list[str]:
     for name, evaluation in (("before", before), ("after", after)):
         table.append(f"| plain, measured {name} | 1 | {tokens_per_second(evaluation.plain):.1f} | x 1 |")
     return [
-        "# The loop, closed" if not reasons else "# The loop did not close",
+        f"# {title}",
         *(f"**{reason[0].upper()}{reason[1:]}.**" for reason in reasons),
         f"Acceptance length on {len(before.pairs)} held-out prompts: **{before.acceptance_length:.2f} before (`{first}`), "
         f"{after.acceptance_length:.2f} after {run.traffic_s:.0f} s of live training (`{last}`): {gain:+.2f}** "

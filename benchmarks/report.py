@@ -160,5 +160,5 @@ def plot(run: Run, path: Path) -> None:
             axes.axhline(level, color=colour, linestyle=":", label=f"held-out prompts {name}: {level:.2f}")
     axes.set_xlabel("requests served")
     axes.set_ylabel("acceptance length (tokens per target forward)")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)

@@ -18,7 +18,7 @@ BACKENDS = [
     pytest.param(("transformers", "cpu"), id="transformers-cpu"),
     pytest.param(("transformers", "cuda"), id="transformers-cuda", marks=pytest.mark.cuda),
 ]
-TOLERANCE = 1e-4
+TOLERANCE = 3e-4  # CUDA kernels round differently from one shape to the next
 GENERATOR = torch.Generator().manual_seed(7)
 TEXT = torch.randint(0, 320, (60,), generator=GENERATOR).tolist()
 OTHER = torch.randint(0, 320, (60,), generator=GENERATOR).tolist()

@@ -104,7 +104,7 @@ class RaggedBatch:
             rows = q[:, start:end].reshape(1, k.shape[0], -1, q.shape[2])
             mask = plan.mask(window, q.shape[0] // k.shape[0])
             out = F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask, scale=scale)
-            outputs.append(out.view(q.shape[0], plan.size, v.shape[2]))
+            outputs.append(out.reshape(q.shape[0], plan.size, v.shape[2]))
         row = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return row.transpose(0, 1)[None]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from runtime.drafters.none import NoDrafter
 
 from runtime.backends import load_target
 from runtime.backends.base import Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig
 from runtime.drafters.base import Drafter
+from runtime.drafters.none import NoDrafter
 from runtime.engine.local import LocalEngine
 from runtime.features.tap import Tap
 from runtime.models import ResolvedModel, Tokenizer, fingerprint, make_tiny

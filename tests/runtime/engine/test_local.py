@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from runtime.drafters.none import NoDrafter
-from runtime.drafters.scripted import ScriptedDrafter
 
 from runtime.backends.base import Segment, Target
 from runtime.drafters.base import Draft, DraftRequest
+from runtime.drafters.none import NoDrafter
+from runtime.drafters.scripted import ScriptedDrafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import (
     CapacityExhausted,

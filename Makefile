@@ -13,6 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+export OMP_WAIT_POLICY ?= PASSIVE# idle threads sleep: several processes share the cores
 
 .PHONY: demo serve train test check proto clean
 .DEFAULT_GOAL := test

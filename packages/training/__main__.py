@@ -1,8 +1,14 @@
 """`python -m training [group=option ...] [setting=value ...]`: see --help."""
 
 from runtime.configuration import main
-from training.app import run
 from training.config import TrainingConfig
+
+
+def run(config: TrainingConfig) -> int:
+    from training.app import run  # here, so that --help and refused settings do not wait for torch
+
+    return run(config)
+
 
 if __name__ == "__main__":
     main("training", TrainingConfig, run)

@@ -32,7 +32,9 @@ class Board:
         self._exit.close()
 
     def stage(self, title: str) -> None:
+        """A new part of the run, with figures of its own."""
         self._stage = title
+        self._values.clear()
         self.say(title)
 
     def say(self, text: str) -> None:

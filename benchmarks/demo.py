@@ -73,7 +73,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="start", choices=["embedded", "scratch"], default="embedded", help="the first drafter")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="made anew: report, plot, logs, state")
     parser.add_argument("--prompts", type=Path, help="JSONL with conversations or turns, instead of invented passages")
-    parser.add_argument("--heldout", type=int, default=40, help="prompts measured before and after")
+    parser.add_argument("--heldout", type=int, default=32, help="prompts measured before and after")
     parser.add_argument("--requests", type=int, default=144, help="at least so many requests of traffic")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
     parser.add_argument("--max-tokens", type=int, default=96, help="of one answer")

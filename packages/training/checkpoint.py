@@ -3,11 +3,13 @@
     <run dir>/checkpoints/step-00000120/{state.safetensors, state.json}
 
 state.json carries the hash of the tensors, so a damaged checkpoint is noticed before anything is built from it. Which
-checkpoint counts is the ledger's to say: a directory that it does not know is a leftover. Knows no network.
+checkpoint counts is the ledger's to say: a directory that it does not know is a leftover. Nothing is ever replaced: a step
+that is saved again goes to step-00000120.01, and until the ledger knows of that, the one before it counts. Knows no network.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -28,13 +30,11 @@ FORMAT = 1
 
 def save(parent: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
     """Write a checkpoint under parent and return its directory; durable when this returns. state: JSON values only."""
-    directory = parent / f"step-{step:08d}"
-    with temporary_directory(parent) as unfinished, temporary_directory(parent) as discarded:
+    with temporary_directory(parent) as unfinished:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, unfinished / TENSORS_FILE)
         digest = sha256_of(unfinished / TENSORS_FILE)
         (unfinished / STATE_FILE).write_bytes(dump_json({"format": FORMAT, "sha256": digest, **state}))
-        if directory.exists():  # of a run that died before the ledger knew of it
-            directory.rename(discarded / directory.name)
+        directory = _free_place(parent, step)
         move_directory(unfinished, directory)
     return directory
 
@@ -62,6 +62,12 @@ def prune(parent: Path, keep: int, current: Path) -> None:
     for entry in parent.iterdir():
         if entry not in finished[-keep:]:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _free_place(parent: Path, step: int) -> Path:
+    name = f"step-{step:08d}"
+    names = itertools.chain([name], (f"{name}.{again:02d}" for again in itertools.count(1)))
+    return next(parent / free for free in names if not (parent / free).exists())
 
 
 def _damaged(directory: Path, what: str) -> ModelError:

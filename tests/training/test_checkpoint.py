@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +23,19 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (state["passes"], state["name"]) == ([["a", 2]], "é")
 
 
-def test_a_step_saved_again_replaces_what_a_dead_run_left(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"a": torch.zeros(1)}, {})
-    path = checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
-    assert checkpoint.load(path)[0]["a"].item() == 1.0
+def test_a_step_saved_again_leaves_the_one_that_counts_until_the_ledger_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run saves before it publishes, often at a step that was just saved: killed while it moves, it must find the first."""
+    first = checkpoint.save(tmp_path, 1, {"a": torch.zeros(1)}, {})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "move_directory", Mock(side_effect=KeyboardInterrupt))
+        checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
+    assert checkpoint.load(first)[0]["a"].item() == 0.0
+    second = checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
+    assert [checkpoint.load(path)[0]["a"].item() for path in (first, second)] == [0.0, 1.0]
+    checkpoint.prune(tmp_path, 1, second)
+    assert list(tmp_path.iterdir()) == [second]
 
 
 def test_prune_keeps_the_newest_and_removes_leftovers(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from runtime.errors import ModelError
 from runtime.files import write_atomic
 from runtime.models.home import home
@@ -42,7 +44,10 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory, sorted; those named by the index if there is one."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = set(read_json(index).get("weight_map", {}).values())
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index} is damaged: it does not say which file holds which tensor; fetch the model again.")
+        names = set(weight_map.values())
     else:
         names = {file.name for file in path.glob("*.safetensors")}
     files = [path / name for name in sorted(names)]
@@ -67,19 +72,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """A safetensors file's table of tensors and where their bytes begin; ModelError if the file is cut short or damaged."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= size - 8:
-            raise ModelError(f"{file} is damaged: its header does not fit into its {size} bytes; fetch the model again.")
-        try:
+    try:
+        with safe_open(file, framework="numpy"), file.open("rb") as stream:  # opening holds the header against the file's size
+            length = int.from_bytes(stream.read(8), "little")
             table = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ModelError(f"{file} is damaged: its header is not JSON ({error}); fetch the model again.") from error
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is damaged ({error}); fetch the model again.") from error
     table.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in table.values()), default=0)
-    if end != size:
-        raise ModelError(f"{file} is damaged: {size} bytes where its header announces {end}; fetch the model again.")
     return table, 8 + length
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from runtime.errors import ModelError
 from runtime.models.cache import Recipe, made_once
 from runtime.models.fingerprint import fingerprint, read_header, read_json, weight_files
-from runtime.models.home import home
+from runtime.models.home import absolute, home
 from runtime.models.smollm2 import SOURCE as SMOLLM2_SOURCE
 from runtime.models.smollm2 import make_smollm2
 
@@ -31,8 +31,8 @@ def resolve(name: str) -> ResolvedModel:
         raise ModelError(f"The model's name is empty; use {_own_names()}, a local directory or a hub id.")
     if name in _RECIPES:
         path = made_once(home() / "models" / name, _RECIPES[name]())
-    elif (directory := Path(name).expanduser()).exists() or name.startswith((".", "/", "~")):
-        path = _local(directory)
+    elif name.startswith((".", "/", "~")) or _is_there(name):
+        path = _local(absolute("model.name", name))
     else:
         path = _from_hub(name)
     _check(path)
@@ -56,8 +56,15 @@ def _own_names() -> str:
     return ", ".join(_RECIPES)
 
 
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
+
+
 def _local(directory: Path) -> Path:
-    if not directory.exists():
+    if not _is_there(str(directory)):
         raise ModelError(f"There is no directory {directory}; name an existing one, {_own_names()}, or a hub id.")
     if not directory.is_dir():
         raise ModelError(f"{directory} is a file; name the Hugging Face directory that holds config.json and the weights.")
@@ -81,9 +88,10 @@ def _from_hub(name: str) -> Path:
 def _check(path: Path) -> None:
     """Refuse a directory that no backend could load, before anything slow starts."""
     config = read_json(path / "config.json")
-    architectures = config.get("architectures") or []
-    if not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise ModelError(f"{path} is a {', '.join(map(str, architectures)) or 'nameless model'}; a *ForCausalLM model is needed.")
+    found = config.get("architectures")
+    architectures = [str(name) for name in found] if isinstance(found, list) else []
+    if not any(name.endswith("ForCausalLM") for name in architectures):
+        raise ModelError(f"{path} is a {', '.join(architectures) or 'nameless model'}; a *ForCausalLM model is needed.")
     for file in weight_files(path):
         read_header(file)
     if not (path / "tokenizer.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -89,7 +90,7 @@ def test_a_copied_directory_has_other_times_and_is_used_still(tmp_path: Path) ->
     assert maker.count == 1
 
 
-@pytest.mark.parametrize("damage", ["content", "cut", "missing", "record", "no record"])
+@pytest.mark.parametrize("damage", ["content", "cut", "missing", "record", "record's files", "record's entry", "no record"])
 def test_a_damaged_one_is_made_again(tmp_path: Path, damage: str) -> None:
     maker = Maker()
     thing = made_once(tmp_path / "thing", maker.recipe)
@@ -101,6 +102,9 @@ def test_a_damaged_one_is_made_again(tmp_path: Path, damage: str) -> None:
         (thing / "second").unlink()
     elif damage == "record":
         (thing / RECORD_FILE).write_text("{")
+    elif damage in ("record's files", "record's entry"):
+        files = [1] if damage == "record's files" else {"first": {"size": 5}}
+        (thing / RECORD_FILE).write_text(json.dumps({"source": maker.recipe.source, "files": files}))
     else:
         (thing / RECORD_FILE).unlink()
     made_once(thing, maker.recipe)

@@ -93,6 +93,21 @@ def test_a_weight_file_that_is_cut_short_is_damaged(model: Path, keep: int) -> N
         fingerprint(model)
 
 
+@pytest.mark.parametrize("header", [[1], {"a": "b"}, {"a": {"dtype": "F32"}}, {"a": {"shape": [1], "data_offsets": ["x", "y"]}}])
+def test_a_weight_file_with_a_strange_header_is_damaged(model: Path, header: object) -> None:
+    encoded = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    with pytest.raises(ModelError, match=r"damaged.*fetch the model again"):
+        fingerprint(model)
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 5}, {"a": ["b"]}])
+def test_a_strange_index_is_damaged(model: Path, weight_map: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        fingerprint(model)
+
+
 def test_a_missing_shard_is_named(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks model-1\.safetensors"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import ConfigError
 from runtime.models import home
 
 
@@ -21,6 +22,12 @@ def test_a_tilde_and_a_relative_path_are_made_absolute(monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_HOME", "here")
     assert home() == tmp_path / "here"
+
+
+def test_the_home_of_nobody_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", "~nobody-here/cache")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_HOME is '~nobody-here/cache'"):
+        home()
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])

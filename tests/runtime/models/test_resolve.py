@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from runtime.models import fingerprint, make_tiny, resolve
 
 
@@ -56,10 +56,14 @@ class TestRefused:
         with pytest.raises(ModelError, match=r"empty; use smollm2-135m, tiny"):
             resolve(name)
 
-    @pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/nowhere-at-all"])
+    @pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/nowhere-at-all", "/" + 5000 * "a"])
     def test_a_missing_directory(self, name: str) -> None:
         with pytest.raises(ModelError, match="There is no directory"):
             resolve(name)
+
+    def test_the_home_of_nobody(self) -> None:
+        with pytest.raises(ConfigError, match=r"model\.name is '~nobody-here/model', and there is no such home directory"):
+            resolve("~nobody-here/model")
 
     def test_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "model.gguf").write_text("x")
@@ -70,8 +74,8 @@ class TestRefused:
         with pytest.raises(ModelError, match=r"config\.json"):
             resolve(str(tmp_path))
 
-    @pytest.mark.parametrize("architectures", [["BertModel"], ["LlamaForCausalLMEagle3"], [], None])
-    def test_another_kind_of_model(self, tmp_path: Path, architectures: list[str] | None) -> None:
+    @pytest.mark.parametrize("architectures", [["BertModel"], ["LlamaForCausalLMEagle3"], [], None, 5, "LlamaForCausalLM"])
+    def test_another_kind_of_model(self, tmp_path: Path, architectures: object) -> None:
         path = make_tiny(tmp_path / "model")
         (path / "config.json").write_text(json.dumps({"architectures": architectures}))
         with pytest.raises(ModelError, match="ForCausalLM model is needed"):
@@ -90,7 +94,7 @@ class TestRefused:
         with pytest.raises(ModelError, match=r"no tokenizer\.json"):
             resolve(str(path))
 
-    @pytest.mark.parametrize("name", ["smollm3", "some/model", "a/b/c", "sp ace", "-dash"])
+    @pytest.mark.parametrize("name", ["smollm3", "some/model", "a/b/c", "sp ace", "-dash", "nul\0", 5000 * "a"])
     def test_what_the_hub_does_not_give(self, name: str) -> None:
         with pytest.raises(ModelError, match=r"none of ours \(smollm2-135m, tiny\)") as caught:
             resolve(name)

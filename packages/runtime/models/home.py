@@ -1,4 +1,4 @@
-"""Where this program keeps what it makes for itself: converted models, fingerprints, default state. And paths as users write them.
+"""Where this program keeps what it makes for itself (converted models, fingerprints, default state); paths as users write them.
 
 The only place that reads SLIPSTREAM_HOME. Knows no file inside that directory.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,29 +181,24 @@ class OnlineStream:
                 return
 
     def _load(self, ref: SampleRef) -> TrainingRow | None:
-        reason = self._check(ref)
-        if reason is None:
-            try:
-                row = TrainingRow(ref.sample_id, self._store.get(ref))
-            except FeatureError as error:
-                reason = str(error)
-            else:
-                if len(supervised(row.features.generated)[0]):
-                    return row
-                reason = "it has no position to learn from: a turn of two generated tokens is the least"
-        logger.warning("row %s is not used: %s", ref.sample_id, reason)
-        self._ledger.fail(ref.sample_id, reason, retryable=False)
-        return None
+        try:
+            return read_row(self._store, ref, self._check)
+        except FeatureError as error:
+            logger.warning("row %s is not used: %s", ref.sample_id, error)
+            self._ledger.fail(ref.sample_id, str(error), retryable=False)
+            return None
 
     def _load_again(self, names: Sequence[str], num_rows: int) -> list[TrainingRow]:
-        """The first num_rows of these rows that are still kept; rows shed meanwhile leave the replay."""
+        """The first num_rows of these rows that can still be read. Rows shed or damaged meanwhile leave the replay; for the
+        ledger they stay what they are, for they were trained."""
         rows: list[TrainingRow] = []
         for name in names:
             if len(rows) == num_rows:
                 break
             try:
                 rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)))
-            except FeatureNotFound:
+            except FeatureError as error:
+                logger.log(logging.DEBUG if isinstance(error, FeatureNotFound) else logging.WARNING, "not replayed: %s", error)
                 del self._replay[name]
         return rows
 
@@ -219,7 +214,9 @@ class OfflineStream:
         self._run_id = run_id
         self._config = config
         self._generator = torch.Generator().manual_seed(seed)
-        self._refs = {ref.sample_id: ref for ref in ledger.trainable() if self._is_usable(ref, check)}
+        self._check = check
+        self._refs = {ref.sample_id: ref for ref in ledger.trainable()}
+        self._num_left_out = 0  # could not be read, or are not for this drafter
         self._epoch = 0
         self._left: list[str] = []  # of this epoch
         self._num_trained = 0
@@ -234,10 +231,7 @@ class OfflineStream:
     def trained(self, rows: Sequence[TrainingRow]) -> None:
         done = {row.sample_id for row in rows}
         self._num_trained += len(done)
-        self._left = [name for name in self._left if name not in done]
-        if not self._left:
-            self._epoch += 1
-            self._begin_epoch()
+        self._is_over_for(done)
 
     def is_exhausted(self) -> bool:
         return not self._left
@@ -255,15 +249,20 @@ class OfflineStream:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._epoch = state["epoch"]
-        self._left = [name for name in state["left"] if name in self._refs]
+        self._left = state["left"]
         self._num_trained = state["num_trained"]
         _decode(state["generator"], self._generator)
+        if self._left:
+            self._is_over_for(set(self._left) - self._refs.keys())
+        else:
+            self._begin_epoch()  # the run had ended, and may have more passes now
 
     def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
         self._ledger.record_checkpoint(self._run_id, path, step, [], metrics=metrics)
 
     def figures(self) -> dict[str, int]:
-        return {"rows": len(self._refs), "rows_trained": self._num_trained, "epoch": self._epoch}
+        counts = {"rows": len(self._refs), "rows_left_out": self._num_left_out}
+        return {**counts, "rows_trained": self._num_trained, "epoch": self._epoch}
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -272,24 +271,38 @@ class OfflineStream:
         names = list(self._refs) if self._epoch < self._config.passes else []
         self._left = [names[i] for i in torch.randperm(len(names), generator=self._generator).tolist()]
 
+    def _is_over_for(self, names: Collection[str]) -> None:
+        """These rows are done in this epoch; after the last one the next epoch begins."""
+        self._left = [name for name in self._left if name not in names]
+        if not self._left:
+            self._epoch += 1
+            self._begin_epoch()
+
     def _load(self, names: Sequence[str]) -> list[TrainingRow]:
-        """The rows that can still be read; the others leave the stream."""
+        """The rows that can be used; the others leave the stream."""
         rows: list[TrainingRow] = []
         for name in names:
             try:
-                rows.append(TrainingRow(name, self._store.get(self._refs[name])))
+                rows.append(read_row(self._store, self._refs[name], self._check))
             except FeatureError as error:
                 logger.warning("row %s is not used: %s", name, error)
+                self._num_left_out += 1
                 del self._refs[name]
-                self._left.remove(name)
+                self._is_over_for({name})
         return rows
 
-    @staticmethod
-    def _is_usable(ref: SampleRef, check: Check) -> bool:
-        reason = check(ref)
-        if reason is not None:
-            logger.warning("row %s is not used: %s", ref.sample_id, reason)
-        return reason is None
+
+def read_row(store: FeatureStore, ref: SampleRef, check: Check) -> TrainingRow:
+    """The row, if a drafter can be trained on it and judged by it. FeatureError says why not."""
+    reason = check(ref)
+    if reason is not None:
+        raise FeatureError(reason)
+    features = store.get(ref)
+    if not (features.hidden.aux.isfinite().all() and features.hidden.last.isfinite().all()):
+        raise FeatureError("it holds states that are not finite")
+    if not len(supervised(features.generated)[0]):
+        raise FeatureError("it has no position to learn from: a turn of two generated tokens is the least")
+    return TrainingRow(ref.sample_id, features)
 
 
 def _cut(rows: Sequence[TrainingRow], max_tokens: int) -> list[TrainingRow]:

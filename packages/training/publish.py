@@ -20,12 +20,13 @@ import torch
 from runtime import eagle3
 from runtime.errors import DrafterRejected, FeatureError
 from runtime.features.ledger import Ledger
+from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
 from runtime.registry import Registry, VersionRecord, VersionState
 from runtime.types import SpeculationStats
 from training.batches import TrainingRow
 from training.config import GateConfig
-from training.data import Check
+from training.data import Check, read_row
 from training.evaluate import depth_acceptance, evaluate, total
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Gate:
         self._start = start
         self._seed = seed
         self._rows: dict[str, TrainingRow] = {}  # held-out rows in memory, by sample id
+        self._passed_over: set[str] = set()  # held-out rows that cannot be used
         self._known: dict[tuple[str, str], SpeculationStats] = {}  # (version, sample id) -> counts of baselines
         self.last_published: str | None = None
         self._last_seen: Published | None = None
@@ -164,16 +166,28 @@ class Gate:
         return baseline, [self._known[baseline.version, row.sample_id] for row in rows]
 
     def _heldout(self) -> list[TrainingRow]:
-        """The newest held-out rows that fit the drafter, oldest first; those in memory are not read again."""
-        refs = [ref for ref in self._ledger.heldout(self._config.max_heldout_rows) if self._check(ref) is None]
+        """The newest held-out rows that can be used, oldest first; those in memory are not read again."""
+        refs = self._ledger.heldout()
         rows: dict[str, TrainingRow] = {}
-        for ref in reversed(refs):
-            try:
-                rows[ref.sample_id] = self._rows.get(ref.sample_id) or TrainingRow(ref.sample_id, self._store.get(ref))
-            except FeatureError as error:
-                logger.info("held-out row %s is passed over: %s", ref.sample_id, error)
-        self._rows = rows
-        return list(rows.values())
+        for ref in refs:
+            if len(rows) == self._config.max_heldout_rows:
+                break
+            row = self._rows.get(ref.sample_id) or self._read(ref)
+            if row is not None:
+                rows[ref.sample_id] = row
+        self._passed_over &= {ref.sample_id for ref in refs}
+        self._rows = dict(reversed(rows.items()))
+        return list(self._rows.values())
+
+    def _read(self, ref: SampleRef) -> TrainingRow | None:
+        """None, told once, if the row is damaged or another drafter's."""
+        try:
+            return read_row(self._store, ref, self._check)
+        except FeatureError as error:
+            if ref.sample_id not in self._passed_over:
+                logger.warning("held-out row %s is passed over: %s", ref.sample_id, error)
+                self._passed_over.add(ref.sample_id)
+            return None
 
     def _load(self, directory: Path) -> eagle3.Eagle3Model:
         model = eagle3.load(directory, self._embedding, dtype=torch.float32, device=self._embedding.device)

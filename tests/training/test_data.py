@@ -30,6 +30,10 @@ def take(stream: OnlineStream | OfflineStream) -> list[str]:
     return [row.sample_id for row in rows]
 
 
+def damage(state, name: str) -> None:
+    next((state.root / "features" / "rows").glob(f"{name}.*")).write_bytes(b"nothing")
+
+
 def test_fresh_rows_come_first_and_replay_fills_up(state, online: Callable) -> None:
     names = state.add(range(4))
     stream = online()
@@ -110,6 +114,32 @@ def test_replay_goes_on_without_rows_that_were_shed(state, online: Callable, tmp
     assert names[0] not in dict(again.state()["passes"])
 
 
+def test_replay_goes_on_without_rows_that_were_damaged(state, online: Callable, tmp_path: Path) -> None:
+    """Before the checkpoint that holds them and after it; what was trained stays trained."""
+    names = state.add(range(8))
+    stream = online(passes=50)
+    while set(dict(stream.state()["passes"])) != set(names):
+        take(stream)
+    for name in names[:2]:
+        damage(state, name)
+    for _ in range(8):
+        assert not set(names[:2]) & set(take(stream))
+    stream.record(tmp_path, 1, {})
+    damage(state, names[2])
+    for _ in range(8):
+        assert names[2] not in take(stream)
+    assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
+
+
+def test_rows_that_are_not_finite_fail_with_a_reason(state, online: Callable) -> None:
+    row = state.row(1)
+    row.hidden.aux[2, 3] = float("nan")
+    state.ledger.commit(state.store.put(state.meta("nan"), row), "train")
+    names = state.add(range(4))
+    assert take(online()) == names
+    assert state.ledger.failures() == {"nan": "it holds states that are not finite"}
+
+
 def test_replay_is_bounded_to_the_newest_rows(state, online: Callable) -> None:
     names = state.add(range(12))
     stream = online(passes=50, replay_rows=4)
@@ -133,8 +163,11 @@ def test_rows_whose_lease_ran_out_are_not_taken_twice(state, online: Callable, t
 
 def test_offline_shuffles_each_epoch_and_leaves_out_damaged_rows(state) -> None:
     names = state.add(range(9))
-    damaged = next((state.root / "features" / "rows").glob("train-3.*"))
-    damaged.write_bytes(b"nothing")
+    damage(state, "train-3")
+    foreign = state.store.put(state.meta("foreign", target_fingerprint="0" * 16), state.row(1))
+    short = state.store.put(state.meta("short"), state.row(1, num_generated=1))
+    for ref in (foreign, short):
+        state.ledger.commit(ref, "train")
     config = DataConfig(batch_rows=4, passes=2)
     stream = OfflineStream(state.store, state.ledger, "run", config, row_check(state.target), 0)
     batches = []
@@ -143,4 +176,32 @@ def test_offline_shuffles_each_epoch_and_leaves_out_damaged_rows(state) -> None:
             batches.append(batch)
     assert Counter(name for batch in batches for name in batch) == {name: 2 for name in names if name != "train-3"}
     assert batches[0] != batches[len(batches) // 2]
-    assert state.ledger.status()["pending"] == 9
+    assert state.ledger.status()["pending"] == 11
+    assert (stream.figures()["rows"], stream.figures()["rows_left_out"]) == (8, 3)
+
+
+@pytest.mark.parametrize("num_damaged", [1, 3, 4])
+def test_offline_epochs_go_on_when_the_last_rows_of_one_are_damaged(state, num_damaged: int) -> None:
+    names = state.add(range(4))
+    stream = OfflineStream(state.store, state.ledger, "run", DataConfig(batch_rows=1, passes=3), row_check(state.target), 0)
+    damaged = stream.state()["left"][-num_damaged:]
+    for name in damaged:
+        damage(state, name)
+    trained: Counter[str] = Counter()
+    while not stream.is_exhausted():
+        trained.update(take(stream))
+    assert trained == {name: 3 for name in names if name not in damaged}
+
+
+def test_offline_more_passes_later_are_more_epochs(state) -> None:
+    state.add(range(3))
+
+    def make(passes: int) -> OfflineStream:
+        config = DataConfig(batch_rows=4, passes=passes)
+        return OfflineStream(state.store, state.ledger, "run", config, row_check(state.target), 0)
+
+    stream = make(2)
+    assert [len(take(stream)), len(take(stream)), stream.is_exhausted()] == [3, 3, True]
+    again = make(3)
+    again.restore(stream.state())
+    assert [len(take(again)), again.is_exhausted()] == [3, True]

@@ -151,6 +151,25 @@ def test_too_few_heldout_rows_decide_nothing(state, learner: Learner, tmp_path: 
     assert gate.judge(tmp_path / "candidate").metrics["heldout_rows"] == 4
 
 
+def test_rows_that_cannot_be_used_take_no_place_among_the_heldout(
+    state, learner: Learner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest ones are another target's, damaged, or not finite: the gate judges by those before them, and says so once."""
+    state.add(range(40, 46), split="heldout")
+    broken = state.row(1)
+    broken.hidden.last[0, 0] = float("inf")
+    rows = {"inf": broken, "damaged": state.row(2), "foreign-0": state.row(3), "foreign-1": state.row(4)}
+    for name, row in rows.items():
+        fingerprint = {"target_fingerprint": "0" * 16} if name.startswith("foreign") else {}
+        state.ledger.commit(state.store.put(state.meta(name, **fingerprint), row), "heldout")
+    next((state.root / "features" / "rows").glob("damaged.*")).write_bytes(b"nothing")
+    gate, _ = make_gate(state, max_heldout_rows=5)
+    for _ in range(2):
+        assert gate.judge(export(learner, tmp_path / "candidate")).metrics["heldout_rows"] == 5
+    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert len(told) == len(rows)
+
+
 def test_baseline_is_what_is_served_or_about_to_be(state, learner: Learner, tmp_path: Path) -> None:
     state.add(range(40, 46), split="heldout")
     start = export(learner, tmp_path / "start")

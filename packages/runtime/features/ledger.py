@@ -228,8 +228,8 @@ class Ledger:
 
     # --- what is there ---
 
-    def heldout(self, limit: int) -> list[SampleRef]:
-        """Held-out rows, newest first. One may be pushed out of the reservoir before its features are read."""
+    def heldout(self, limit: int = -1) -> list[SampleRef]:
+        """Held-out rows, newest first; all by default. One may be pushed out of the reservoir before its features are read."""
         sql = "SELECT ref FROM samples WHERE state = 'heldout' ORDER BY position DESC LIMIT ?"
         return [SampleRef.from_json(text) for (text,) in self._database.read(sql, (limit,))]
 

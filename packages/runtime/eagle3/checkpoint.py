@@ -50,7 +50,7 @@ def read_config(directory: Path) -> Eagle3Config:
     path = directory / CONFIG_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise rejected(RejectReason.UNREADABLE, f"{path} cannot be read as JSON ({error}).") from error
     if not isinstance(raw, dict):
         raise rejected(RejectReason.UNREADABLE, f"{path} holds {type(raw).__name__}, not an object.")

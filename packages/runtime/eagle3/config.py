@@ -6,6 +6,7 @@ speculators' (the decoder's values nested under `transformer_layer_config`). Kno
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from runtime.hidden_states import default_aux_layer_ids
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")  # ours, vLLM's, speculators'
+MAX_SIZE = 2**31 - 1  # of any one dimension
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SIZES = (
@@ -72,7 +74,7 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _require(_is_int(value := getattr(self, name)) and value > 0, name, value, "a whole number above 0")
+            _require(_is_size(value := getattr(self, name)), name, value, f"a whole number in 1..{MAX_SIZE}")
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary positions")
         divides = self.num_attention_heads % self.num_key_value_heads == 0
         _require(divides, "num_key_value_heads", self.num_key_value_heads, f"a divisor of {self.num_attention_heads} heads")
@@ -233,8 +235,8 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
             RejectReason.ROPE,
             f"The drafter's config has rope_type = {rope.get('rope_type')!r}; it must be one of {', '.join(ROPE_TYPES)}.",
         )
-    theta = rope.get("rope_theta")
-    if not isinstance(theta, int | float) or theta <= 0:
+    theta: Any = rope.get("rope_theta")
+    if not (_is_number(theta) and theta > 0):
         raise rejected(RejectReason.ROPE, f"The drafter's config has rope_theta = {theta!r}; it must be a number above 0.")
 
 
@@ -270,7 +272,7 @@ def _check_layer_ids(value: object) -> None:
 def _size(source: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = source.get(name)
     value = default if value is None else value
-    _require(isinstance(value, int) and _is_int(value) and value > 0, name, value, "a whole number above 0")
+    _require(_is_size(value), name, value, f"a whole number in 1..{MAX_SIZE}")
     assert value is not None
     return value
 
@@ -290,5 +292,11 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one, as float64 holds it: JSON's whole numbers know no limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bool(-sys.float_info.max <= value <= sys.float_info.max)

@@ -6,7 +6,7 @@ Strict in both directions: a manifest that is read has every key, no other, and 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -40,7 +40,7 @@ class Manifest:
         """DrafterRejected(MANIFEST) with what is wrong."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _bad(f"it is not JSON ({error})") from error
         if not isinstance(raw, dict):
             raise _bad(f"it holds {type(raw).__name__}, not an object")
@@ -70,7 +70,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max  # JSON's whole numbers know no limit
 
 
 _CHECKS = {

@@ -222,6 +222,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A state or the pointer; empty if there is none or it is damaged: then a version is staged, and none is active."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -215,7 +215,7 @@ def test_another_targets_embedding_is_refused(saved: tuple[Eagle3Model, Path], s
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", struct.pack("<Q", 2) + b"{]"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b"[" * 100_000, struct.pack("<Q", 2) + b"{]"])
 def test_an_unreadable_file_is_one_sentence(saved: tuple[Eagle3Model, Path], file: str, content: bytes | None) -> None:
     model, path = saved
     (path / file).unlink()

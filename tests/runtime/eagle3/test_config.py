@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -197,6 +198,9 @@ def test_rope_in_either_dialect(rope: dict[str, Any], expected: dict[str, Any]) 
         ({"head_dim": 15}, "CONFIG", "head_dim = 15"),
         ({"draft_vocab_size": 321}, "CONFIG", "draft_vocab_size = 321"),
         ({"rms_norm_eps": -1}, "CONFIG", "rms_norm_eps = -1"),
+        ({"rms_norm_eps": math.inf}, "CONFIG", "rms_norm_eps = inf"),
+        ({"rms_norm_eps": 10**400}, "CONFIG", "rms_norm_eps = 1000"),
+        ({"max_position_embeddings": 2**31}, "CONFIG", "max_position_embeddings = 2147483648"),
         ({"num_hidden_layers": 2}, "CONFIG", "num_hidden_layers = 2"),
         ({"hidden_act": "gelu"}, "CONFIG", "hidden_act"),
         ({"attention_bias": True}, "CONFIG", "attention_bias"),
@@ -207,6 +211,7 @@ def test_rope_in_either_dialect(rope: dict[str, Any], expected: dict[str, Any]) 
         ({"eagle_config": {"use_aux_hidden_state": False}}, "CONFIG", "use_aux_hidden_state"),
         ({"rope_theta": None}, "ROPE", "neither"),
         ({"rope_theta": -1.0}, "ROPE", "rope_theta = -1.0"),
+        ({"rope_theta": 10**400}, "ROPE", "rope_theta = 1000"),
         ({"rope_theta": "many"}, "ROPE", "rope_theta = 'many'"),
         ({"rope_scaling": "double"}, "ROPE", "rope_scaling = 'double'"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "ROPE", "rope_type = 'dynamic'"),

@@ -210,9 +210,18 @@ def test_rope_is_the_targets(make_model: Make, rope: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_rope_that_lacks_its_numbers_is_refused(make_model: Make) -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3"},
+        {"rope_type": "linear", "factor": 10**400},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "many"},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": [1]},
+    ],
+)
+def test_a_rope_that_lacks_its_numbers_is_refused(make_model: Make, rope: dict[str, Any]) -> None:
     with pytest.raises(DrafterRejected, match="cannot be computed") as caught:
-        make_model(rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0})
+        make_model(rope_parameters={**rope, "rope_theta": 10000.0})
     assert caught.value.reason == "ROPE"
 
 

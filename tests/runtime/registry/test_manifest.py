@@ -44,6 +44,8 @@ def test_it_comes_back_as_it_was() -> None:
         ({"metrics": {"loss": "low"}}, "its metrics is"),
         ({"metrics": [1]}, "its metrics is"),
         ({"created_at": None}, "its created_at is"),
+        ({"created_at": 10**400}, "its created_at is"),
+        ({"metrics": {"loss": 10**400}}, "its metrics is"),
         ({"extra": 1}, r"unknown \['extra'\]"),
     ],
 )
@@ -60,7 +62,7 @@ def test_a_missing_key_is_named() -> None:
         Manifest.from_json(json.dumps(raw))
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "\x80"])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "\x80", "[" * 100_000])
 def test_an_unreadable_file_is_one_sentence(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_bytes(content.encode("latin-1"))

@@ -203,7 +203,7 @@ class TestDamage:
         assert record.reason.startswith("HASH: ")
 
     @pytest.mark.parametrize(
-        "content", ["", "{", "[]", '{"version": 3}', '{"version": "../x"}', '{"version": "0000000000000000"}']
+        "content", ["", "{", "[]", "[" * 100_000, '{"version": 3}', '{"version": "../x"}', '{"version": "0000000000000000"}']
     )
     def test_a_pointer_that_points_nowhere(self, registry: Registry, publish: Publish, content: str) -> None:
         version = publish()
@@ -212,7 +212,7 @@ class TestDamage:
         registry.activate(version)
         assert registry.active() == version
 
-    @pytest.mark.parametrize("content", ["", "{", "[]", '{"state": "flying"}'])
+    @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"state": "flying"}'])
     def test_a_state_that_says_nothing(self, registry: Registry, publish: Publish, content: str) -> None:
         version = publish()
         (registry.root / "states" / f"{version}.json").write_text(content)

@@ -21,6 +21,7 @@ from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.embedded import path_for
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.none import NoDrafter
+from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError, DrafterRejected
 from runtime.features.ledger import Ledger
@@ -118,8 +119,15 @@ def drafter_loader(target: Target) -> LoadDrafter:
     dtype: torch.dtype = getattr(torch, target.info.dtype)
 
     def load(record: VersionRecord) -> Drafter:
-        model = validate(record, target.info, target.embedding, dtype=dtype, device=target.info.device)
-        return Eagle3Drafter(model, record.version)
+        try:
+            model = validate(record, target.info, target.embedding, dtype=dtype, device=target.info.device)
+            return Eagle3Drafter(model, record.version)
+        except DrafterRejected:
+            raise
+        except Exception as error:  # a version is a guest's work: what reads it may fail in a way that nobody thought of
+            log.exception("Drafter %s cannot be loaded.", record.version)
+            why = f"Loading it failed with {type(error).__name__}: {error}"
+            raise rejected(RejectReason.UNREADABLE, f"{why}. Publish another version.") from error
 
     return load
 

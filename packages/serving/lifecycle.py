@@ -18,7 +18,7 @@ from typing import Literal
 from runtime.config import RegistryConfig
 from runtime.drafters.base import Drafter
 from runtime.engine.base import Engine
-from runtime.errors import DrafterRejected, EngineUnavailable, SlipstreamError
+from runtime.errors import DrafterRejected, EngineUnavailable
 from runtime.registry import Registry, VersionRecord, VersionState
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class Lifecycle:
         DrafterRejected (UNKNOWN_VERSION, or why it must not serve), EngineUnavailable: on any of them nothing has changed.
         """
         with self._one_at_a_time:
+            if not self._engine.is_running:
+                raise EngineUnavailable("The engine is not running; no drafter can be activated.")
             record = self._registry.get(version)
             if record.state is VersionState.REJECTED:
                 code, _, message = record.reason.partition(": ")
@@ -129,7 +131,7 @@ class Lifecycle:
             except EngineUnavailable:
                 log.info("The engine is down; the registry is not watched any more.")
                 return
-            except (OSError, SlipstreamError):
+            except Exception:  # whatever others do to the registry, this server goes on watching it
                 log.exception("The registry could not be read; trying again in %g s.", self._config.poll_s)
 
     def poll(self) -> None:
@@ -137,10 +139,13 @@ class Lifecycle:
         with self._one_at_a_time:
             for record in self._registry.versions():
                 if record.state is VersionState.STAGED and not self._stopping.is_set():
-                    self._take_up(record)
+                    self._take_up(record.version)
             self._follow_pointer()
 
-    def _take_up(self, record: VersionRecord) -> None:
+    def _take_up(self, version: str) -> None:
+        record = self._registry.get(version)
+        if record.state is not VersionState.STAGED:
+            return  # since the list was made, another server has taken it up, and perhaps gone on to the next
         try:
             drafter = self._validated(record)
         except DrafterRejected:
@@ -177,10 +182,11 @@ class Lifecycle:
             raise
 
     def _switch(self, version: str, drafter: Drafter) -> LifecycleEvent:
+        """The pointer first: where it cannot be moved (a full disk), the old drafter serves on, here and after a restart."""
         previous = self._engine.drafter_version
-        seconds = self._engine.swap_drafter(drafter)
         self._registry.activate(version)
         self._pointer = version
+        seconds = self._engine.swap_drafter(drafter)
         self._on_swap(seconds)
         event = LifecycleEvent("activated", version, previous=previous, seconds=seconds)
         self._note(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -159,6 +160,72 @@ def test_a_version_that_must_not_serve_is_rejected_with_its_reason(
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == reason.lower()
     assert ask(running)["speculation"]["drafter_version"] == good
+
+
+def test_what_nobody_thought_of_is_a_rejection_and_the_next_version_is_taken_up(
+    running: Running, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("far too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.assembly, "validate", fail)
+        bad = publish(running, make_drafter(1))
+        wait_for(lambda: entry(running, bad)["state"] == "rejected")
+    assert entry(running, bad)["reason"].startswith("UNREADABLE: Loading it failed with ArithmeticError: far too large.")
+    good = publish(running, make_drafter(2))
+    wait_for(lambda: listed(running)["active"] == good)
+
+
+def test_the_watcher_outlives_a_registry_that_cannot_be_read(
+    running: Running, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail(_: Registry) -> None:
+        failed.set()
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "versions", fail)
+        assert failed.wait(10)
+    version = publish(running, make_drafter(1))
+    wait_for(lambda: listed(running)["active"] == version)
+
+
+def test_where_the_pointer_cannot_be_moved_nothing_changes(
+    start_server: StartServer, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start_server(registry=RegistryConfig(poll_s=0.05, auto_activate=False))
+    version = publish(running, make_drafter(1))
+    wait_for(lambda: entry(running, version)["state"] == "validated")
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "activate", fail)
+        assert activate(running, version).status_code == 500
+    assert listed(running)["active"] == "ngram"
+    assert ask(running)["speculation"]["drafter_version"] == "ngram"
+    assert activate(running, version).status_code == 200
+
+
+def test_a_version_that_another_server_took_up_meanwhile_is_left_to_it(
+    start_server: StartServer, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start_server(registry=RegistryConfig(poll_s=3600.0))
+    registry = Registry(running.config.registry_path)
+    first, second = (publish(running, make_drafter(seed)) for seed in (1, 2))
+    as_listed = registry.versions()  # both staged
+    registry.activate(first)
+    registry.activate(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "versions", lambda _: as_listed)
+        running.parts.lifecycle.poll()
+    assert registry.active() == second
+    assert listed(running)["active"] == second
+    assert [event["version"] for event in listed(running)["history"]] == [second]
 
 
 def test_a_drafter_of_another_target_is_rejected(running: Running, make_drafter: MakeDrafter) -> None:

@@ -42,6 +42,19 @@ def require(condition: bool, setting: str, value: object, expected: str) -> None
         raise ConfigError(f"{setting} is {value!r}; it must be {expected}.")
 
 
+def require_directory(setting: str, path: str | None) -> None:
+    require(path is None or bool(path.strip()), setting, path, "a directory, or null")
+
+
+def require_period(setting: str, seconds: float) -> None:
+    """A wait between two looks at something."""
+    require(0 < seconds <= 3600, setting, seconds, "more than 0 seconds and at most 3600")
+
+
+def require_threads(setting: str, num_threads: int | None) -> None:
+    require(num_threads is None or 1 <= num_threads <= 1024, setting, num_threads, "between 1 and 1024, or null")
+
+
 @dataclass
 class ModelConfig:
     name: str = "smollm2-135m"  # a name of ours, a local Hugging Face directory, or a hub id
@@ -58,7 +71,7 @@ class BackendConfig:
     num_threads: int | None = None  # CPU threads of the forward; None: torch's own choice
 
     def __post_init__(self) -> None:
-        require(self.num_threads is None or self.num_threads >= 1, "backend.num_threads", self.num_threads, "at least 1")
+        require_threads("backend.num_threads", self.num_threads)
 
 
 @dataclass
@@ -127,6 +140,7 @@ class FeaturesConfig:
     budget_mib: int = 4096  # rows beyond it are shed
 
     def __post_init__(self) -> None:
+        require_directory("features.root", self.root)
         require(self.budget_mib >= 1, "features.budget_mib", self.budget_mib, "at least 1")
 
 
@@ -137,4 +151,5 @@ class RegistryConfig:
     auto_activate: bool = True  # a validated version goes live by itself
 
     def __post_init__(self) -> None:
-        require(self.poll_s > 0, "registry.poll_s", self.poll_s, "more than 0 seconds")
+        require_directory("registry.root", self.root)
+        require_period("registry.poll_s", self.poll_s)

@@ -19,12 +19,14 @@ from types import FrameType
 import torch
 from rich.console import Console
 from rich.logging import RichHandler
+from safetensors import SafetensorError
 
+from runtime.config import require
 from runtime.configuration import provenance
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.plane import open_feature_plane
 from runtime.files import TEMPORARY_PREFIX
-from runtime.models import home, resolve
+from runtime.models import absolute, home, resolve
 from runtime.registry import Registry
 from training import plot
 from training.config import Mode, TrainingConfig
@@ -44,7 +46,17 @@ def run(config: TrainingConfig) -> int:
     """Train until the run's own end or a signal; 0 then."""
     console = Console(stderr=True)
     _log_to(console)
-    state_dir = Path(config.state_dir).expanduser() if config.state_dir else home() / "state"
+    state_dir = home() / "state" if config.state_dir is None else absolute("state_dir", config.state_dir)
+    try:
+        return _run(config, state_dir, console)
+    except (OSError, SafetensorError) as error:  # files are read elsewhere with their own words: this is about writing
+        raise SlipstreamError(
+            f"state_dir {state_dir} cannot be used ({error}); give a directory that can be written and has room. What a "
+            "checkpoint holds is safe: started again, the run goes on from there."
+        ) from error
+
+
+def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
     run_dir = state_dir / "training" / config.trainer.run_id
     with _only_one(run_dir, config.trainer.run_id), _stopping(STOP_SIGNALS) as stop:
         _clean(run_dir)
@@ -62,8 +74,12 @@ def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Prog
     """All parts of a run, put together."""
     resolved = resolve(config.model.name)
     target = load_target_weights(resolved, _device(config.model.device))
-    features_root = Path(config.features.root).expanduser() if config.features.root else state_dir / "features"
-    registry = Registry(Path(config.registry.root).expanduser() if config.registry.root else state_dir / "registry")
+    size = config.trainer.draft_vocab_size
+    is_there = size is None or size <= target.vocab_size
+    require(is_there, "trainer.draft_vocab_size", size, f"at most {target.vocab_size}, the vocabulary of {target.name}, or null")
+    features, published = config.features.root, config.registry.root
+    features_root = state_dir / "features" if features is None else absolute("features.root", features)
+    registry = Registry(state_dir / "registry" if published is None else absolute("registry.root", published))
     store, ledger = open_feature_plane(features_root, config.features.budget_mib << 20)
     start = starting_drafter(config.trainer.init, registry, target)
     check = row_check(target)

@@ -8,7 +8,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from runtime.config import Choice, Dtype, FeaturesConfig, ModelConfig, RegistryConfig, require
+from runtime.config import (
+    Choice,
+    Dtype,
+    FeaturesConfig,
+    ModelConfig,
+    RegistryConfig,
+    require,
+    require_directory,
+    require_period,
+    require_threads,
+)
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -35,7 +45,7 @@ class GateConfig:
         ok = self.max_heldout_rows >= self.min_heldout_rows
         require(ok, "trainer.gate.max_heldout_rows", self.max_heldout_rows, "at least trainer.gate.min_heldout_rows")
         require(1 <= self.draft_tokens <= 64, "trainer.gate.draft_tokens", self.draft_tokens, "between 1 and 64")
-        require(self.resamples >= 100, "trainer.gate.resamples", self.resamples, "at least 100")
+        require(100 <= self.resamples <= 100_000, "trainer.gate.resamples", self.resamples, "between 100 and 100000")
 
 
 @dataclass
@@ -68,7 +78,7 @@ class TrainerConfig:
         require(ok, "trainer.run_id", self.run_id, "letters, digits, '.', '_' or '-', at most 64 of them")
         require(bool(self.init.strip()), "trainer.init", self.init, "auto, scratch or a checkpoint directory")
         require(0 <= self.seed < 2**63, "trainer.seed", self.seed, "a whole number from 0")
-        require(self.num_threads is None or self.num_threads >= 1, "trainer.num_threads", self.num_threads, "at least 1")
+        require_threads("trainer.num_threads", self.num_threads)
         require(0 <= self.niceness <= 19, "trainer.niceness", self.niceness, "between 0 and 19")
         require(1 <= self.ttt_steps <= 16, "trainer.ttt_steps", self.ttt_steps, "between 1 and 16")
         require(0.0 < self.depth_decay <= 1.0, "trainer.depth_decay", self.depth_decay, "above 0 and at most 1")
@@ -111,7 +121,7 @@ class DataConfig:
         ok = self.replay_rows >= self.batch_rows
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
         require(self.lease_timeout_s >= 1, "data.lease_timeout_s", self.lease_timeout_s, "at least 1 second")
-        require(self.poll_s > 0, "data.poll_s", self.poll_s, "more than 0 seconds")
+        require_period("data.poll_s", self.poll_s)
 
 
 @dataclass
@@ -125,5 +135,6 @@ class TrainingConfig:
     state_dir: str | None = None  # None: `state` in the home directory of the models
 
     def __post_init__(self) -> None:
+        require_directory("state_dir", self.state_dir)
         ok = self.model.dtype is not Dtype.BFLOAT16
         require(ok, "model.dtype", self.model.dtype.value, "auto or float32: a drafter is trained in float32")

@@ -123,8 +123,9 @@ class Gate:
         rows = self._heldout()
         if len(rows) < self._config.min_heldout_rows:
             return None
+        served = self.baseline()
         counts = evaluate(self._load(candidate), rows, self._config.draft_tokens)
-        baseline, before = self._baseline_counts(rows, counts)
+        baseline, before = self._baseline_counts(served, rows, counts)
         bound = lower_bound(counts, before, confidence=self._config.confidence, resamples=self._config.resamples, seed=self._seed)
         after, was = total(counts), total(before)
         metrics = {
@@ -137,6 +138,8 @@ class Gate:
         }
         figures = f"{after.mean_acceptance_length:.3f} against {was.mean_acceptance_length:.3f} of {baseline.version}"
         detail = f"{figures} on {len(rows)} held-out rows, lower bound of the difference {bound:+.3f}"
+        if self.baseline() != served:  # judging takes a while
+            return Verdict(False, f"{detail}, and another version went live meanwhile", baseline, after, metrics)
         return Verdict(bound > 0.0, detail, baseline, after, metrics)
 
     def baseline(self) -> Baseline:
@@ -148,9 +151,8 @@ class Gate:
         return self._start if active is None else Baseline(active, self._registry.path(active))
 
     def _baseline_counts(
-        self, rows: Sequence[TrainingRow], candidate: Sequence[SpeculationStats]
+        self, baseline: Baseline, rows: Sequence[TrainingRow], candidate: Sequence[SpeculationStats]
     ) -> tuple[Baseline, list[SpeculationStats]]:
-        baseline = self.baseline()
         if baseline.directory is None:
             return baseline, plain_decoding(candidate)
         unknown = [row for row in rows if (baseline.version, row.sample_id) not in self._known]

@@ -16,6 +16,7 @@ from runtime.drafters import embedded
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, load, version_id
 from runtime.errors import ConfigError
 from runtime.features.refs import SampleRef
+from runtime.models import absolute
 from runtime.registry import Manifest, Registry
 from training.batches import TrainingRow
 from training.config import TrainerConfig
@@ -33,7 +34,7 @@ def starting_drafter(init: str, registry: Registry, target: TargetWeights) -> Ba
     """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
     if init == SCRATCH:
         return Baseline(PLAIN, None)
-    directory = _active_or_embedded(registry, target) if init == AUTO else Path(init).expanduser()
+    directory = _active_or_embedded(registry, target) if init == AUTO else absolute("trainer.init", init)
     if directory is None:
         return Baseline(PLAIN, None)
     if not directory.is_dir():

@@ -188,15 +188,16 @@ class Trainer:
         latest = self._ledger.latest_checkpoint(self._config.run_id)
         if latest is None:
             return None
-        tensors, state = checkpoint.load(Path(latest.path))
+        directory = self._checkpoints / Path(latest.path).name  # wherever the state directory is now
+        tensors, state = checkpoint.load(directory)
         self._check_structure(state["structure"])
-        version, directory = state["start"]
-        self._start = Baseline(version, None if directory is None else Path(directory))
+        version, start = state["start"]
+        self._start = Baseline(version, None if start is None else Path(start))
         self._gate.resume(self._start, state["last_published"])
         self._stream.restore(state["stream"])
         learner = Learner.restore(tensors, state["learner"], self._target, self._config)
-        checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, Path(latest.path))
-        self._progress.began(f"resumed at step {learner.num_steps} from {latest.path}", learner.num_steps)
+        checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
+        self._progress.began(f"resumed at step {learner.num_steps} from {directory}", learner.num_steps)
         return learner
 
     def _check_structure(self, before: Mapping[str, Any]) -> None:
@@ -215,6 +216,7 @@ class Trainer:
         else:
             rows = self._first_rows(self._data.batch_rows, CONDITIONING_TOKENS)
         if not rows:
+            logger.info("the run is over before there were rows to learn from")
             return None
         if self._start.directory is None:
             learner = from_scratch(self._target, self._config, rows)

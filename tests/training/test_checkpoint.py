@@ -28,9 +28,10 @@ def test_a_step_saved_again_leaves_the_one_that_counts_until_the_ledger_knows(
 ) -> None:
     """A run saves before it publishes, often at a step that was just saved: killed while it moves, it must find the first."""
     first = checkpoint.save(tmp_path, 1, {"a": torch.zeros(1)}, {})
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "move_directory", Mock(side_effect=KeyboardInterrupt))
-        checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
     assert checkpoint.load(first)[0]["a"].item() == 0.0
     second = checkpoint.save(tmp_path, 1, {"a": torch.ones(1)}, {})
     assert [checkpoint.load(path)[0]["a"].item() for path in (first, second)] == [0.0, 1.0]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runtime.config import Dtype, ModelConfig
+from runtime.config import Dtype, FeaturesConfig, ModelConfig, RegistryConfig
 from runtime.errors import ConfigError
 from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfig
 
@@ -22,6 +22,7 @@ from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfi
         (TrainerConfig, {"depth_decay": 1.5}, "trainer.depth_decay is 1.5"),
         (TrainerConfig, {"niceness": 20}, "trainer.niceness is 20"),
         (TrainerConfig, {"num_threads": 0}, "trainer.num_threads is 0"),
+        (TrainerConfig, {"num_threads": 100_000}, "trainer.num_threads is 100000"),
         (TrainerConfig, {"max_steps": 0}, "trainer.max_steps is 0"),
         (TrainerConfig, {"idle_timeout_s": -1.0}, "trainer.idle_timeout_s is -1.0"),
         (TrainerConfig, {"evaluate_every_s": -1.0}, "trainer.evaluate_every_s is -1.0"),
@@ -30,6 +31,13 @@ from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfi
         (GateConfig, {"confidence": 1.0}, "trainer.gate.confidence is 1.0"),
         (GateConfig, {"min_heldout_rows": 1}, "trainer.gate.min_heldout_rows is 1"),
         (GateConfig, {"max_heldout_rows": 4}, "trainer.gate.max_heldout_rows is 4"),
+        (GateConfig, {"resamples": 10**9}, "trainer.gate.resamples is 1000000000"),
+        (DataConfig, {"poll_s": 0.0}, "data.poll_s is 0.0"),
+        (DataConfig, {"poll_s": float("inf")}, "data.poll_s is inf"),
+        (RegistryConfig, {"poll_s": 1e12}, "registry.poll_s is 1000000000000.0"),
+        (RegistryConfig, {"root": ""}, "registry.root is ''"),
+        (FeaturesConfig, {"root": " "}, "features.root is ' '"),
+        (TrainingConfig, {"state_dir": ""}, "state_dir is ''"),
         (DataConfig, {"batch_rows": 0}, "data.batch_rows is 0"),
         (DataConfig, {"replay_rows": 4}, "data.replay_rows is 4"),
         (DataConfig, {"passes": 0}, "data.passes is 0"),

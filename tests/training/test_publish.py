@@ -14,6 +14,7 @@ from runtime.registry import Registry, VersionState
 from runtime.types import SpeculationStats
 from training.app import run
 from training.config import GateConfig
+from training.evaluate import evaluate
 from training.learner import Learner
 from training.publish import PLAIN, Baseline, Gate, lower_bound, plain_decoding
 from training.start import from_scratch, row_check
@@ -187,6 +188,24 @@ def test_baseline_is_what_is_served_or_about_to_be(state, learner: Learner, tmp_
     other = registry.publish(start, parent=None, step=0, target_fingerprint=state.target.fingerprint, metrics={})
     registry.activate(other)
     assert gate.baseline() == Baseline(other, registry.path(other))
+
+
+def test_what_went_live_while_a_candidate_was_judged_is_not_replaced(
+    state, learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.add(range(40, 46), split="heldout")
+    gate, registry = make_gate(state)
+    other = export(learner, tmp_path / "other")
+    version = registry.publish(other, parent=None, step=0, target_fingerprint=state.target.fingerprint, metrics={})
+
+    def slow(*arguments: object) -> object:
+        registry.activate(version)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr("training.publish.evaluate", slow)
+    verdict = gate.judge(export(learner, tmp_path / "candidate"))
+    assert not verdict.is_better
+    assert verdict.reason.endswith("another version went live meanwhile")
 
 
 def test_unreadable_baseline_gives_way_to_plain_decoding(state, learner: Learner, tmp_path: Path) -> None:

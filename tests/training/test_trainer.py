@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.refs import SampleMeta
 from training import checkpoint
 from training.app import run
@@ -159,3 +159,45 @@ def test_overfitting_a_few_rows_raises_acceptance(state) -> None:
 def test_a_run_stopped_before_its_first_rows_leaves_nothing(state) -> None:
     train(state.config(trainer__idle_timeout_s=0.3))
     assert state.ledger.latest_checkpoint("default") is None
+
+
+# --- places ---
+
+
+def test_a_state_directory_may_be_named_relatively_and_may_move(state, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.add(range(8))
+    monkeypatch.chdir(state.root.parent)
+    train(state.config(trainer__max_steps=2, state_dir="state"))
+    state.root.rename(state.root.parent / "moved")
+    (state.root.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(state.root.parent / "elsewhere")
+    train(state.config(trainer__max_steps=4, state_dir="../moved"))
+    state.root = state.root.parent / "moved"
+    assert [step["step"] for step in state.events("step")] == [1, 2, 3, 4]
+    assert "resumed at step 2" in state.events("began")[-1]["how"]
+
+
+@pytest.mark.parametrize("place", ["file", "checkpoints"])
+def test_a_place_that_cannot_be_written_is_one_sentence_and_costs_no_row(state, place: str) -> None:
+    names = state.add(range(8))
+    if place == "file":
+        (state.root / "file").write_text("")
+        config = state.config(state_dir=str(state.root / "file"))
+    else:
+        (state.root / "training" / "default").mkdir(parents=True)
+        (state.root / "training" / "default" / "checkpoints").write_text("")
+        config = state.config()
+    with pytest.raises(SlipstreamError, match=r"state_dir .* cannot be used .*; give a directory that can be written"):
+        run(config)
+    assert state.ledger.status()["pending"] == len(names)
+
+
+def test_a_draft_vocabulary_beyond_the_targets_is_refused(state) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.draft_vocab_size is 100000; it must be at most \d+, the vocabulary of"):
+        run(state.config(trainer__draft_vocab_size=100_000))
+
+
+def test_a_run_without_rows_says_so(state, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    train(state.config(mode=Mode.OFFLINE))
+    assert "the run is over before there were rows to learn from" in caplog.text

@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
+REPETITION_PENALTY_RANGE = (0.01, 10.0)  # it divides logits, which must stay finite
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
@@ -69,7 +70,7 @@ class SamplingParams:
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY_RANGE)
         if self.seed is not None and not SEED_RANGE[0] <= self.seed <= SEED_RANGE[1]:
             raise InvalidRequest("seed", f"seed must fit a signed 64-bit integer, got {self.seed}.")
         for token_id, bias in self.logit_bias.items():

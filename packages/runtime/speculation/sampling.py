@@ -77,8 +77,8 @@ def process_logits(logits: torch.Tensor, params: SamplingParams, counts: TokenCo
     if has_penalties(params):
         assert counts is not None, "penalties need the token counts"
         _penalize(rows, params, counts)
-    for token_id, bias in params.logit_bias.items():
-        rows[:, token_id] += bias
+    if params.logit_bias:
+        rows[:, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=rows.device)
     best = rows.amax(dim=-1, keepdim=True)  # [R, 1]
     require_finite(best.flatten().tolist())
     if not params.is_greedy:

@@ -6,6 +6,7 @@ name. `null` is the same as leaving a field out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from runtime.types import SamplingParams, SessionOptions, Switch
 
 MAX_STOP_STRINGS = 4
 MAX_METADATA = 16
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{,17}")  # one spelling, so that no id is given twice
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
 
 
@@ -129,8 +131,8 @@ class SampledRequest(_Body):
     @classmethod
     def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for key in bias or {}:
-            if not (key.isascii() and key.isdigit()):
-                raise ValueError(f"logit_bias has the key {key!r}; its keys are token ids.")
+            if not _TOKEN_ID.fullmatch(key):
+                raise ValueError(f"logit_bias has the key {key[:20]!r}; its keys are token ids.")
         return bias
 
     @field_validator("stream_options")

@@ -72,6 +72,8 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"logit_bias": {"320": 1}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
@@ -87,6 +89,7 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"top_k": -1}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens"),
         ({"speculation": {"drafter": "x"}}, "speculation.drafter"),
         ({"functions": []}, "functions"),
@@ -109,7 +112,17 @@ def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens"),
-    [("", 1), ([], 1), (["a", "b"], 1), ([1, -1], 1), ([1, 320], 1), ([True], 1), (None, 1), ("a" * 3000, 1)],
+    [
+        ("", 1),
+        ([], 1),
+        (["a", "b"], 1),
+        ([1, -1], 1),
+        ([1, 320], 1),
+        ([True], 1),
+        (None, 1),
+        ("a" * 3000, 1),
+        ("a" * 1_000_000, 1),
+    ],
 )
 def test_a_prompt_that_cannot_be_continued_is_named(running: Running, prompt: Any, max_tokens: int) -> None:
     response = post(running, "/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens})

@@ -34,6 +34,7 @@ from serving.http.openai import ServedModel
 from serving.http.token_bytes import TokenBytes
 from serving.metrics import ServerMetrics, Sources
 from serving.ports import open_grpc, open_http
+from serving.prompts import Prompts
 from serving.servicers import GrpcServer, RuntimeServicer
 
 DRAIN_POLL_S = 0.05
@@ -121,8 +122,9 @@ class Server:
     async def _serve(self, parts: Parts, grpc: GrpcServer, listener: socket.socket, on_ready: Callable[[], None]) -> None:
         generations = Generations(parts.engine, self.admission, self.metrics.new_request)
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
-        grpc.register(RuntimeServicer(parts.engine, generations, parts.tokenizer))
-        http = HttpServer(self._app(parts, generations))
+        prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
+        grpc.register(RuntimeServicer(parts.engine, generations, prompts))
+        http = HttpServer(self._app(parts, generations, prompts))
         parts.start()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
@@ -146,10 +148,8 @@ class Server:
                 while self.admission.num_running and not self._hurry.is_set():
                     await asyncio.sleep(DRAIN_POLL_S)
 
-    def _app(self, parts: Parts, generations: Generations) -> FastAPI:
-        model = ServedModel(
-            parts.resolved.name, parts.engine.info, parts.tokenizer, TokenBytes(parts.resolved.path / "tokenizer.json")
-        )
+    def _app(self, parts: Parts, generations: Generations, prompts: Prompts) -> FastAPI:
+        model = ServedModel(parts.resolved.name, parts.engine.info, prompts, TokenBytes(parts.resolved.path / "tokenizer.json"))
 
         def state() -> State:
             if self._stopping.is_set():

@@ -6,7 +6,6 @@ Errors become rich statuses in one place, `_statuses`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,13 +19,13 @@ from grpc_status import rpc_status
 
 from runtime.engine.base import Engine
 from runtime.errors import InvalidRequest, SlipstreamError
-from runtime.models.tokenizer import Tokenizer
 from runtime.rpc import codec
 from runtime.rpc.status import to_status
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.types import Done
 from serving.generations import Generations
+from serving.prompts import Prompts
 
 SERVICE = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 
@@ -34,10 +33,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
-    def __init__(self, engine: Engine, generations: Generations, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, generations: Generations, prompts: Prompts) -> None:
         self._engine = engine
         self._generations = generations
-        self._tokenizer = tokenizer
+        self._prompts = prompts
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
         async with _statuses(request, context):
@@ -60,7 +59,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             raise InvalidRequest("token_ids", "Give either token_ids or text, one of them and not empty.")
         if request.token_ids:
             return list(request.token_ids)
-        return await asyncio.to_thread(self._tokenizer.encode, request.text)  # long ones take a while
+        return await self._prompts.of(request.text)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with _statuses(request, context):

@@ -163,6 +163,7 @@ def test_text_and_ids_append_the_same(client: RuntimeClient, running: Running) -
         (pb.AppendTokensRequest(), "token_ids"),
         (pb.AppendTokensRequest(token_ids=[1], text="a"), "token_ids"),
         (pb.AppendTokensRequest(token_ids=[1] * 3000), "token_ids"),
+        (pb.AppendTokensRequest(text="a" * 1_000_000), "token_ids"),
     ],
 )
 def test_a_bad_append_is_named_and_changes_nothing(
@@ -193,6 +194,7 @@ def test_a_bad_append_is_named_and_changes_nothing(
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 2.0}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"logit_bias": {320: 1.0}}, "logit_bias"),
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": [999]}, "stop_token_ids"),

@@ -37,6 +37,7 @@ class Tokenizer:
         self._special_pattern = re.compile("|".join(map(re.escape, contents))) if contents else None
         self.eos_token_ids = eos_token_ids
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self._max_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
@@ -58,7 +59,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text: no template, nothing added."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)  # unlike encode, lets other threads run
+        return list(encoding.ids)
+
+    def min_tokens(self, num_chars: int) -> int:
+        """A text of so many characters cannot have fewer ids. (One whose tokenizer removes characters may; by a little.)"""
+        return -(-num_chars // self._max_token_chars)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a conversation through the model's chat template, ending where the assistant is to speak."""

@@ -69,7 +69,7 @@ async def whole(request: Request, stream: Stream, started: Started, answer: Answ
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         stream.cancel()
-    _check_not_cancelled(done)
+    check_not_cancelled(done)
     return JSONResponse(answer.whole("".join(texts), logprobs, done), headers=_headers(started))
 
 
@@ -108,7 +108,7 @@ class EventStream(Response):
                 elif isinstance(event, Tokens) and (event.text or event.logprobs):
                     yield _event(self._answer.delta(event.text, event.logprobs))
                 elif isinstance(event, Done):
-                    _check_not_cancelled(event)
+                    check_not_cancelled(event)
                     for chunk in self._answer.end(event):
                         yield _event(chunk)
                     yield "data: [DONE]\n\n"
@@ -134,7 +134,7 @@ def _headers(started: Started) -> dict[str, str]:
     return {"x-session-id": started.session_id}
 
 
-def _check_not_cancelled(done: Done) -> None:
+def check_not_cancelled(done: Done) -> None:
     """Nobody but the client may cancel its generation, so to a client that still listens this is a failure."""
     if done.finish_reason == "cancelled":
         raise EngineUnavailable("The session of this request was closed from elsewhere; the answer is incomplete.")

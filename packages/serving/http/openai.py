@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
@@ -12,14 +11,14 @@ from fastapi.responses import Response
 
 from runtime.backends.base import TargetInfo
 from runtime.errors import InvalidRequest
-from runtime.models.tokenizer import Tokenizer
-from runtime.types import SamplingParams, SessionOptions, Started
+from runtime.types import Done, SamplingParams, SessionOptions, Started
 from serving.generations import Generations, Stream
 from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, Json
-from serving.http.delivery import ClientLeft, EventStream, while_connected, whole
+from serving.http.delivery import ClientLeft, EventStream, check_not_cancelled, while_connected, whole
 from serving.http.errors import CLIENT_CLOSED_REQUEST, NotFound
 from serving.http.schemas import ChatRequest, CompletionRequest, SampledRequest
 from serving.http.token_bytes import TokenBytes
+from serving.prompts import Prompts
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class ServedModel:
 
     name: str
     info: TargetInfo
-    tokenizer: Tokenizer
+    prompts: Prompts
     token_bytes: TokenBytes
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,23 +62,24 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         model.check_name(body.model)
         messages = [message.for_template() for message in body.messages]
-        prompt = await asyncio.to_thread(model.tokenizer.encode_chat, messages)  # long ones take a while
+        prompt = model.prompts.of_chat(messages)
         tokens = model.token_bytes if body.logprobs else None
         return await answer(body, request, prompt, lambda started: ChatAnswer(started, model.name, body.includes_usage, tokens))
 
     @routes.post("/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         model.check_name(body.model)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(model.tokenizer.encode, prompt)
+        prompt = model.prompts.of(body.prompt)
         return await answer(body, request, prompt, lambda started: CompletionAnswer(started, model.name, body.includes_usage))
 
-    async def answer(body: SampledRequest, request: Request, prompt: list[int], shape: Callable[[Started], Answer]) -> Response:
+    async def answer(
+        body: SampledRequest, request: Request, prompt: Awaitable[list[int]], shape: Callable[[Started], Answer]
+    ) -> Response:
         try:
+            token_ids = await prompt
             params = body.sampling_params()
             params.check(model.info.vocab_size)
-            work = _begin(generations, prompt, params, body.session_options())
+            work = _begin(generations, token_ids, params, body.session_options())
             stream, started = await while_connected(request.receive, work)
         except InvalidRequest as error:
             raise body.in_our_words(error) from error
@@ -102,5 +102,7 @@ async def _begin(
     except BaseException:  # the client left: nobody else would stop it
         stream.cancel()
         raise
+    if isinstance(started, Done):  # it never ran
+        check_not_cancelled(started)
     assert isinstance(started, Started)
     return stream, started

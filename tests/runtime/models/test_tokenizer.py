@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,30 @@ def test_a_role_cannot_either(tiny_path: Path, tmp_path: Path) -> None:
 def test_raw_text_keeps_its_control_tokens(tiny_tokenizer: Tokenizer) -> None:
     assert tiny_tokenizer.encode("<|im_end|>") == [257]
     assert tiny_tokenizer.encode("") == []
+
+
+@relaxed
+@given(text=ANY_TEXT)
+def test_a_text_has_at_least_so_many_tokens(tiny_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer, text: str) -> None:
+    for tokenizer in (tiny_tokenizer, sentencepiece_tokenizer):
+        assert tokenizer.min_tokens(len(text)) <= len(tokenizer.encode(text))
+    assert tiny_tokenizer.min_tokens(len("<|endoftext|>") + 1) == 2
+
+
+def test_other_threads_run_while_a_long_text_is_read(tiny_tokenizer: Tokenizer) -> None:
+    ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(0.001):
+            ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    tiny_tokenizer.encode("a river " * 100_000)
+    is_over.set()
+    ticking.join()
+    assert ticks > 10
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"content": "hi"}]])

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from openai import APIError, InternalServerError, OpenAI
 
+from runtime.config import SessionsConfig
 from runtime.errors import EngineUnavailable
 from runtime.rpc.client import RuntimeClient
 from runtime.types import Done, Failed, SpeculationStats, Started, Tokens, Usage
@@ -122,6 +123,21 @@ def test_a_session_that_is_closed_from_elsewhere_is_an_error_event(running: Runn
         client.close_session(response.headers["x-session-id"])
         last = json.loads(events_of(response.read().decode())[-1])
     assert "closed from elsewhere" in last["error"]["message"]
+
+
+def test_a_session_that_is_closed_before_it_runs_is_a_status(start_server: StartServer) -> None:
+    running = start_server(sessions=SessionsConfig(max_batch_sessions=1))
+    running.target.delay_s = SLOW_S
+    with running.client() as client, httpx.stream("POST", url(running), json=LONG | {"stream": True}, timeout=30) as first:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(url(running), json=LONG, timeout=30)))
+        asking.start()
+        wait_for(lambda: running.parts.engine.stats().num_waiting == 1)
+        [waiting] = {one.session_id for one in client.list_sessions()} - {first.headers["x-session-id"]}
+        client.close_session(waiting)
+        asking.join()
+    assert answers[0].status_code == 503
+    assert "closed from elsewhere" in answers[0].json()["error"]["message"]
 
 
 # --- an event loop that stays free ---

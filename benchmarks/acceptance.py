@@ -95,6 +95,7 @@ class Runner:
                 stats = event.speculation
                 count = Count(prompt.category, event.usage.completion_tokens, stats.num_steps, stats.num_accepted)
                 self._counts.append(count)
+                self._engine.close_session(session)
                 self._seats.release()
             elif isinstance(event, Failed):
                 self._failures.append(event.error)
@@ -126,7 +127,7 @@ def main() -> int:
     options = arguments().parse_args()
     prompts = read(options.prompts, options.per_category, options.seed)
     drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
-    sessions = SessionsConfig(max_sessions=len(prompts) + 1, max_batch_sessions=options.concurrency)
+    sessions = SessionsConfig(max_batch_sessions=options.concurrency)
     speculation = SpeculationConfig(options.draft_tokens)
     try:
         engine = build_engine(ModelConfig(options.model), BackendConfig(), drafter, speculation, sessions)

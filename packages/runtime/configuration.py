@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -55,7 +56,7 @@ def main(config_name: str, schema: type[Config], run: Callable[[Config], int]) -
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     composed: list[DictConfig] = []
     try:
-        with _quiet_hydra(config_name, schema):
+        with _quiet_hydra(config_name, schema), _short_usage():
             hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(composed.append)()
         configurations = [_checked(one, schema) for one in composed]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -109,6 +110,22 @@ def _quiet_hydra(config_name: str, schema: type) -> Iterator[None]:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
+@contextmanager
+def _short_usage() -> Iterator[None]:
+    """argparse answers a flag that it does not know with hydra's whole usage; its last line is enough."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as refusal:
+        if refusal.code == USAGE_ERROR:
+            why = said.getvalue().rstrip().rpartition("error: ")[2]
+            said = io.StringIO(f"slipstream: {why}; settings are written setting=value, and --help lists them.\n")
+        raise
+    finally:
+        sys.stderr.write(said.getvalue())
+
+
 def _hydra_settings(config_name: str, scratch: str) -> dict[str, Any]:
     silent = {"root": None, "disable_existing_loggers": False}
     return {
@@ -136,7 +153,7 @@ def explain(error: Exception, schema: type) -> str:
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write setting=value, and quote values with special characters."
     if isinstance(error, MissingConfigException):
-        return _missing_option(error)
+        return _missing_option(error, known_settings(schema))
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     settings = known_settings(schema)
     if isinstance(cause, InterpolationResolutionError):
@@ -166,12 +183,14 @@ def _no_such_setting(name: str, settings: dict[str, Any]) -> str:
     return f"there is no setting {name!r}; {hint}"
 
 
-def _missing_option(error: MissingConfigException) -> str:
+def _missing_option(error: MissingConfigException, settings: dict[str, Any]) -> str:
     wanted = error.missing_cfg_file or ""
-    group, _, option = wanted.rpartition("/")
-    if not group:
+    group, _, option = wanted.partition("/")  # an option that is a path has more of them
+    if not option:
         return f"there is no configuration {wanted!r} in {CONFIG_DIR}."
-    return f"{group}={option} does not exist; {group} may be {', '.join(error.options or ['nothing yet'])}."
+    sentence = f"{group}={option} does not exist; {group} may be {', '.join(error.options or ['nothing yet'])}"
+    places = [name for name in (f"{group}.name", f"{group}.path") if "/" in option and name in settings]
+    return f"{sentence}, or write {places[0]}={option}." if places else f"{sentence}."
 
 
 def _wrong_type(cause: ValidationError, text: str, hint: Any) -> str:

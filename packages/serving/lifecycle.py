@@ -17,6 +17,7 @@ from typing import Literal
 
 from runtime.config import RegistryConfig
 from runtime.drafters.base import Drafter
+from runtime.eagle3.reasons import RejectReason
 from runtime.engine.base import Engine
 from runtime.errors import DrafterRejected, EngineUnavailable
 from runtime.registry import Registry, VersionRecord, VersionState
@@ -173,10 +174,14 @@ class Lifecycle:
     # --- steps of both ---
 
     def _validated(self, record: VersionRecord) -> Drafter:
-        """The drafter, loaded and probed. What fails is marked rejected, so nobody tries it again."""
+        """The drafter, loaded and probed. What fails is marked rejected, so nobody tries it again; only what a server of another
+        model found sound stays as that one left it."""
         try:
             return self._load(record)
         except DrafterRejected as error:
+            if error.reason == RejectReason.TARGET_FINGERPRINT and record.state is not VersionState.STAGED:
+                self._note(LifecycleEvent("failed", record.version, reason=error.reason, message=error.message))
+                raise
             self._registry.set_state(record.version, VersionState.REJECTED, f"{error.reason}: {error.message}")
             self._note(LifecycleEvent("rejected", record.version, reason=error.reason, message=error.message))
             raise

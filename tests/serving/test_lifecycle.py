@@ -235,6 +235,20 @@ def test_a_drafter_of_another_target_is_rejected(running: Running, make_drafter:
     assert listed(running)["active"] == "ngram"
 
 
+def test_what_a_server_of_another_target_found_sound_is_refused_and_left_alone(
+    running: Running, make_drafter: MakeDrafter
+) -> None:
+    running.parts.lifecycle.stop()  # the other server's watcher is the faster one
+    version = publish(running, make_drafter(1), fingerprint="another")
+    registry = Registry(running.config.registry_path)
+    registry.set_state(version, VersionState.VALIDATED)
+    refused = activate(running, version)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "target_fingerprint")
+    assert registry.get(version).state is VersionState.VALIDATED
+    assert listed(running)["active"] == "ngram"
+    assert [event["event"] for event in listed(running)["history"]] == ["failed"]
+
+
 def test_files_that_were_cut_short_after_publishing_are_listed_as_rejected(running: Running, make_drafter: MakeDrafter) -> None:
     good = publish(running, make_drafter(1))
     wait_for(lambda: listed(running)["active"] == good)

@@ -100,9 +100,10 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow", "another method")
     messages = {
-        404: f"There is nothing at {request.url.path}.",
-        405: f"{request.method} is not allowed at {request.url.path}.",
+        404: f"There is nothing at {request.url.path}; /openapi.json lists what there is.",
+        405: f"{request.method} is not allowed at {request.url.path}; use {allowed}.",
     }
     codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
     body = envelope(messages.get(error.status_code, error.detail), error.status_code, codes.get(error.status_code))

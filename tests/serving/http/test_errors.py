@@ -169,9 +169,12 @@ def test_a_body_that_is_not_said_to_be_json_is_400(running: Running) -> None:
 def test_paths_and_methods(running: Running) -> None:
     nowhere = httpx.get(f"{running.ready.http}/v1/nothing")
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+    assert nowhere.json()["error"]["message"] == "There is nothing at /v1/nothing; /openapi.json lists what there is."
+    assert "/v1/chat/completions" in httpx.get(f"{running.ready.http}/openapi.json").json()["paths"]
     wrong = httpx.get(f"{running.ready.http}/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "GET is not allowed at /v1/chat/completions; use POST."
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -14,9 +14,11 @@ from itertools import pairwise
 
 import torch
 
+from runtime.drafters.base import DraftRequest
+from runtime.drafters.ngram import NgramDrafter
 from runtime.eagle3.model import Eagle3Model
 from runtime.types import SpeculationStats
-from training.batches import Batch, TrainingRow, group_by_tokens, pack
+from training.batches import Batch, TrainingRow, group_by_tokens, pack, supervised
 from training.ttt import Unroll
 
 MAX_BATCH_TOKENS = 8192
@@ -34,6 +36,25 @@ def evaluate(model: Eagle3Model, rows: Sequence[TrainingRow], num_draft_tokens: 
         depths = batch.depths.tolist()
         for start, stop in pairwise(batch.query_offsets):
             counts.append(walk(reach[start:stop], depths[start:stop], num_draft_tokens))
+    return counts
+
+
+def evaluate_ngram(rows: Sequence[TrainingRow], num_draft_tokens: int) -> list[SpeculationStats]:
+    """The same of n-gram lookup, which serves a model that has no drafter yet."""
+    counts: list[SpeculationStats] = []
+    for row in rows:
+        tokens = row.features.token_ids.tolist()
+        at, depths = (each.tolist() for each in supervised(row.features.generated))
+        drafter = NgramDrafter()
+        state = drafter.new_state()
+        reach: list[int] = []
+        for p, depth in zip(at, depths, strict=True):
+            known = p + 2  # x[p+1] was just sampled, x[p+2] is the first to guess
+            request = DraftRequest(state, p, torch.empty(1, 0), tokens[:known], min(depth, num_draft_tokens))
+            [draft] = drafter.propose([request])
+            hits = [guess == token for guess, token in zip(draft.token_ids, tokens[known:], strict=False)]
+            reach.append([*hits, False].index(False))
+        counts.append(walk(reach, depths, num_draft_tokens))
     return counts
 
 

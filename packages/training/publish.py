@@ -3,7 +3,7 @@
 Both run the same chain simulation on the same held-out rows of live traffic. The difference of their acceptance lengths is
 bootstrapped over rows, pairs kept together, and its one-sided lower bound must be above 0. What counts as served now: the
 version that this run published last, while the server has not decided on it; else the registry's active version; else the
-drafter that training started from; else (from scratch) plain decoding, whose acceptance length is 1. What is judged is the
+drafter that training started from; else (from scratch) n-gram lookup, which serves without a drafter. What is judged is the
 exported checkpoint, byte for byte what a server would load.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from runtime import eagle3
+from runtime.drafters.ngram import NgramDrafter
 from runtime.errors import DrafterRejected, FeatureError
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
@@ -27,17 +28,17 @@ from runtime.types import SpeculationStats
 from training.batches import TrainingRow
 from training.config import GateConfig
 from training.data import Check, read_row
-from training.evaluate import depth_acceptance, evaluate, total
+from training.evaluate import depth_acceptance, evaluate, evaluate_ngram, total
 
 logger = logging.getLogger(__name__)
 
-PLAIN = "plain"  # decoding without a drafter
+NGRAM = NgramDrafter.version  # what serves while there is no drafter
 _UNDECIDED = (VersionState.STAGED, VersionState.VALIDATED)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a candidate must beat. `directory` None: plain decoding."""
+    """What a candidate must beat. `directory` None: n-gram lookup."""
 
     version: str
     directory: Path | None
@@ -59,11 +60,6 @@ class Published:
     version: str
     state: VersionState
     reason: str
-
-
-def plain_decoding(counts: Sequence[SpeculationStats]) -> list[SpeculationStats]:
-    """The counts of decoding the same rows without drafts: one step a token, nothing accepted."""
-    return [SpeculationStats(num_steps=each.num_steps + each.num_accepted) for each in counts]
 
 
 def lower_bound(
@@ -125,7 +121,7 @@ class Gate:
             return None
         served = self.baseline()
         counts = evaluate(self._load(candidate), rows, self._config.draft_tokens)
-        baseline, before = self._baseline_counts(served, rows, counts)
+        baseline, before = self._baseline_counts(served, rows)
         bound = lower_bound(counts, before, confidence=self._config.confidence, resamples=self._config.resamples, seed=self._seed)
         after, was = total(counts), total(before)
         metrics = {
@@ -150,18 +146,16 @@ class Gate:
         active = self._registry.active()
         return self._start if active is None else Baseline(active, self._registry.path(active))
 
-    def _baseline_counts(
-        self, baseline: Baseline, rows: Sequence[TrainingRow], candidate: Sequence[SpeculationStats]
-    ) -> tuple[Baseline, list[SpeculationStats]]:
+    def _baseline_counts(self, baseline: Baseline, rows: Sequence[TrainingRow]) -> tuple[Baseline, list[SpeculationStats]]:
         if baseline.directory is None:
-            return baseline, plain_decoding(candidate)
+            return baseline, evaluate_ngram(rows, self._config.draft_tokens)
         unknown = [row for row in rows if (baseline.version, row.sample_id) not in self._known]
         if unknown:
             try:
                 model = self._load(baseline.directory)
             except DrafterRejected as error:
-                logger.warning("baseline %s cannot be read, plain decoding takes its place: %s", baseline.version, error)
-                return Baseline(PLAIN, None), plain_decoding(candidate)
+                logger.warning("baseline %s cannot be read, n-gram lookup takes its place: %s", baseline.version, error)
+                return Baseline(NGRAM, None), evaluate_ngram(rows, self._config.draft_tokens)
             found = evaluate(model, unknown, self._config.draft_tokens)
             self._known |= {(baseline.version, row.sample_id): each for row, each in zip(unknown, found, strict=True)}
         self._known = {key: each for key, each in self._known.items() if key[0] == baseline.version and key[1] in self._rows}

@@ -22,7 +22,7 @@ from training.batches import TrainingRow
 from training.config import TrainerConfig
 from training.data import Check
 from training.learner import Learner, conditioning
-from training.publish import PLAIN, Baseline
+from training.publish import NGRAM, Baseline
 from training.target_weights import TargetWeights
 
 AUTO, SCRATCH = "auto", "scratch"
@@ -33,10 +33,10 @@ DEFAULT_VOCABULARY_SIZE = 8192
 def starting_drafter(init: str, registry: Registry, target: TargetWeights) -> Baseline:
     """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
     if init == SCRATCH:
-        return Baseline(PLAIN, None)
+        return Baseline(NGRAM, None)
     directory = _active_or_embedded(registry, target) if init == AUTO else absolute("trainer.init", init)
     if directory is None:
-        return Baseline(PLAIN, None)
+        return Baseline(NGRAM, None)
     if not directory.is_dir():
         raise ConfigError(f"trainer.init is {init!r}; it must be auto, scratch, or the directory of a drafter that exists.")
     return Baseline(version_id(directory), directory)

@@ -7,22 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.drafters.base import DraftRequest
+from runtime.drafters.base import Drafter, DraftRequest
 from runtime.drafters.eagle3 import Eagle3Drafter
-from runtime.eagle3 import Eagle3Model
+from runtime.drafters.ngram import NgramDrafter
 from runtime.types import SpeculationStats
 from training.batches import TrainingRow, turns
-from training.evaluate import depth_acceptance, evaluate, total, walk
+from training.evaluate import depth_acceptance, evaluate, evaluate_ngram, total, walk
 from training.start import from_scratch
 
 D = 5
 
 
-def served(model: Eagle3Model, row: TrainingRow, num_draft_tokens: int) -> SpeculationStats:
+def served(drafter: Drafter, row: TrainingRow, num_draft_tokens: int) -> SpeculationStats:
     """What a server counts on this row: draft, compare with what the target really said, accept, take the bonus token, go on."""
     x = row.features.token_ids.tolist()
     aux = row.features.hidden.aux.float()
-    drafter = Eagle3Drafter(model, "test")
     stats = SpeculationStats()
     for first, last in turns(row.features.generated):
         state = drafter.new_state()
@@ -48,7 +47,7 @@ def test_counts_are_those_of_the_serving_drafter(state, num_draft_tokens: int) -
     rows = state.rows(range(6, 18), num_generated=21)
     model = learner.served()
     counts = evaluate(model, rows, num_draft_tokens)
-    assert counts == [served(model, row, num_draft_tokens) for row in rows]
+    assert counts == [served(Eagle3Drafter(model, "test"), row, num_draft_tokens) for row in rows]
     everything = total(counts)
     assert 0 < everything.num_accepted < everything.num_drafted
 
@@ -57,7 +56,17 @@ def test_counts_of_rows_with_several_turns(make_model: Callable, make_row: Calla
     """Untrained, so nearly nothing is accepted: what counts is which steps there are."""
     model = make_model(dtype=torch.float32)
     rows = [make_row(pattern, seed, low=16) for seed, pattern in enumerate(("ppggggppggg", "pppp", "pgg", "pgpgpggggg"))]
-    assert evaluate(model, rows, D) == [served(model, row, D) for row in rows]
+    assert evaluate(model, rows, D) == [served(Eagle3Drafter(model, "test"), row, D) for row in rows]
+
+
+def test_counts_of_ngram_lookup_are_those_of_serving_it(make_row: Callable) -> None:
+    """Rows of few distinct tokens, so that endings come again and some guesses are right."""
+    rows = [make_row(pattern, seed, low=2) for seed, pattern in enumerate(("pppp" + "g" * 40, "ppggggppggg", "pgg", "pppp"))]
+    for row in rows:
+        row.features.token_ids.remainder_(3)
+    counts = evaluate_ngram(rows, D)
+    assert counts == [served(NgramDrafter(), row, D) for row in rows]
+    assert 0 < total(counts).num_accepted < total(counts).num_drafted
 
 
 def test_walk_accepts_advances_and_stops_at_the_end_of_a_turn() -> None:

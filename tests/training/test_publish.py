@@ -16,7 +16,7 @@ from training.app import run
 from training.config import GateConfig
 from training.evaluate import evaluate
 from training.learner import Learner
-from training.publish import PLAIN, Baseline, Gate, lower_bound, plain_decoding
+from training.publish import NGRAM, Baseline, Gate, lower_bound
 from training.start import from_scratch, row_check
 
 
@@ -57,10 +57,6 @@ def test_lower_bound_agrees_with_its_definition() -> None:
     assert got == pytest.approx(float(mean - 1.645 * deviation / 60**0.5), abs=0.006)
 
 
-def test_plain_decoding_has_acceptance_length_one() -> None:
-    assert [each.mean_acceptance_length for each in plain_decoding([stats(10, 20), stats(5, 0)])] == [1.0, 1.0]
-
-
 # --- the gate on a real registry ---
 
 
@@ -87,7 +83,7 @@ def make_gate(state, start: Baseline | None = None, **config: object) -> tuple[G
         check=row_check(state.target),
         embedding=state.target.embedding,
         target_fingerprint=state.target.fingerprint,
-        start=start or Baseline(PLAIN, None),
+        start=start or Baseline(NGRAM, None),
         seed=0,
     )
     return gate, registry
@@ -104,8 +100,7 @@ def test_better_goes_out_worse_and_equal_do_not(state, learner: Learner, tmp_pat
     first = export(learner, tmp_path / "first")
     verdict = gate.judge(first)
     assert verdict.is_better
-    assert verdict.baseline.version == PLAIN
-    assert verdict.metrics["baseline_acceptance_length"] == 1.0
+    assert verdict.baseline.version == NGRAM
     version = gate.publish(first, verdict, 14, before=lambda: None)
     registry.activate(version)
 
@@ -208,11 +203,11 @@ def test_what_went_live_while_a_candidate_was_judged_is_not_replaced(
     assert verdict.reason.endswith("another version went live meanwhile")
 
 
-def test_unreadable_baseline_gives_way_to_plain_decoding(state, learner: Learner, tmp_path: Path) -> None:
+def test_unreadable_baseline_gives_way_to_ngram_lookup(state, learner: Learner, tmp_path: Path) -> None:
     state.add(range(40, 46), split="heldout")
     gate, _ = make_gate(state, start=Baseline("gone", tmp_path / "gone"))
     verdict = gate.judge(export(learner, tmp_path / "candidate"))
-    assert (verdict.baseline.version, verdict.is_better) == (PLAIN, True)
+    assert (verdict.baseline.version, verdict.is_better) == (NGRAM, True)
 
 
 # --- whole runs ---

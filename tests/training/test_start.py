@@ -14,18 +14,18 @@ from runtime.errors import ConfigError
 from runtime.registry import Registry
 from training import checkpoint
 from training.app import run
-from training.publish import PLAIN
+from training.publish import NGRAM
 from training.start import continue_from, from_scratch, row_check, starting_drafter
 
 
 def test_auto_takes_the_active_version_then_the_embedded_drafter_then_nothing(state, tmp_path: Path) -> None:
     registry = Registry(state.root / "registry")
-    assert starting_drafter("auto", registry, state.target).version == PLAIN
+    assert starting_drafter("auto", registry, state.target).version == NGRAM
     known = dataclasses.replace(state.target, name="smollm2-135m")
     assert starting_drafter("auto", registry, known).directory == embedded.path_for("smollm2-135m")
     from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(tmp_path)
     version = registry.publish(tmp_path, parent=None, step=1, target_fingerprint=state.target.fingerprint, metrics={})
-    assert starting_drafter("auto", registry, state.target).version == PLAIN  # staged is not active
+    assert starting_drafter("auto", registry, state.target).version == NGRAM  # staged is not active
     registry.activate(version)
     assert starting_drafter("auto", registry, known).directory == registry.path(version)
     assert starting_drafter("scratch", registry, known).directory is None

@@ -1,8 +1,8 @@
 """One SQLite file shared by several processes: what the ledger and the store's index stand on.
 
-WAL mode, so readers never wait for a writer; a busy time-out, so writers queue. Within a process one connection serves all
-threads behind a lock: SQLite lets one writer through at a time anyway, and every statement here is short. A Database must
-not cross a fork, and WAL needs a local disk. Knows nothing of what the tables mean.
+WAL mode, so readers never wait for a writer; a busy time-out, so writers queue. Within a process one connection writes and
+one reads for all threads, each behind a lock: SQLite lets one writer through at a time anyway, and every statement here is
+short. A Database must not cross a fork, and WAL needs a local disk. Knows nothing of what the tables mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,15 +27,18 @@ class Database:
 
     def __init__(self, path: Path, schema: Sequence[str], *, synchronous: Literal["NORMAL", "FULL"]) -> None:
         self.path = path
-        self._lock = threading.RLock()
+        self._lock, self._read_lock = threading.RLock(), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise self._explain(error) from error
-        self._close = weakref.finalize(self, self._connection.close)
+        connections = ExitStack()
+        self._close = weakref.finalize(self, connections.close)
         self._close.atexit = False  # a daemon thread may still be in a statement then; the process's end closes the file
         try:
+            self._connection, self._reader = (
+                connections.enter_context(
+                    closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False))
+                )
+                for _ in range(2)
+            )
             self._enter_wal()
             self._connection.execute(f"PRAGMA synchronous={synchronous}")
         except sqlite3.Error as error:
@@ -84,16 +87,16 @@ class Database:
                 raise
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of one query, of one moment."""
-        with self._lock:
+        """All rows of one query, of one moment; what a transaction in progress does is not seen, nor waited for."""
+        with self._read_lock:
             try:
-                return self._connection.execute(sql, parameters).fetchall()
+                return self._reader.execute(sql, parameters).fetchall()
             except sqlite3.Error as error:
                 raise self._explain(error) from error
 
     def close(self) -> None:
         """Idempotent. Later calls raise FeatureError."""
-        with self._lock:
+        with self._lock, self._read_lock:
             self._close()
 
     def _rollback(self) -> None:

@@ -48,6 +48,19 @@ def test_transactions_are_all_or_nothing(tmp_path: Path) -> None:
     database.close()
 
 
+def test_readers_do_not_wait_for_a_writer_of_their_own_process(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+    seen: list[list[tuple[int]]] = []
+    reader = threading.Thread(target=lambda: seen.append(database.read("SELECT x FROM t")))
+    with database.transaction() as connection:
+        connection.execute("UPDATE t SET x = 1")
+        reader.start()
+        reader.join(timeout=10)
+        assert seen == [[(0,)]]
+    assert database.read("SELECT x FROM t") == [(1,)]
+    database.close()
+
+
 def test_threads_share_one_connection(tmp_path: Path) -> None:
     database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
 

@@ -37,6 +37,8 @@ from serving.ports import open_grpc, open_http
 from serving.prompts import Prompts
 from serving.servicers import GrpcServer, RuntimeServicer
 
+log = logging.getLogger(__name__)
+
 DRAIN_POLL_S = 0.05
 GOODBYE_S = 5.0  # for last events to reach their clients once the engine has stopped
 
@@ -141,6 +143,8 @@ class Server:
     async def _drain(self, grpc: GrpcServer) -> None:
         """Take nothing new and let what runs come to its end, as far as the grace period goes."""
         self._stopping.set()
+        running, grace_s = self.admission.num_running, self.config.server.shutdown_grace_s
+        log.info("Stopping. Requests that still run: %d; they have up to %g s, or until a second signal.", running, grace_s)
         self.admission.close()
         await grpc.announce_stop()
         with contextlib.suppress(TimeoutError):

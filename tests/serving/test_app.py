@@ -73,6 +73,7 @@ def test_it_serves_until_a_signal_and_leaves_its_provenance(tmp_path: Path, prog
     assert last == "data: [DONE]" or json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     assert "Traceback" not in stderr
     assert "tiny, 6 layers, float32 on cpu, context 2048" in stderr
+    assert re.search(r"Stopping. Requests that still run: \d; they have up to 0.2 s, or until a second signal.", stderr)
     [run] = (tmp_path / "serving").iterdir()
     assert json.loads((run / "provenance.json").read_text())["versions"]["torch"]
     assert "tiny" in (run / "config.yaml").read_text()

@@ -32,7 +32,7 @@ def draw(run_dir: Path) -> Path | None:
         shares = [steps[step]["acceptance"][k] if k < len(steps[step]["acceptance"]) else None for step in at]
         depth.plot(at, shares, linewidth=0.8, label=f"depth {k + 1}")
     depth.set_ylabel("drafts accepted (training rows)")
-    depth.legend(loc="lower right", fontsize="small")
+    depth.legend(loc="best", fontsize="small")
     at = sorted(judged)
     held_out.plot(at, [judged[step]["acceptance_length"] for step in at], marker="o", label="candidate")
     held_out.plot(at, [judged[step]["baseline_acceptance_length"] for step in at], marker=".", linestyle="--", label="served")
@@ -40,7 +40,7 @@ def draw(run_dir: Path) -> Path | None:
         held_out.axvline(step, linestyle=":", linewidth=0.8, color="black")
     held_out.set_ylabel("acceptance length (held-out rows)")
     held_out.set_xlabel("step (dotted: a version was published)")
-    held_out.legend(loc="lower right", fontsize="small")
+    held_out.legend(loc="best", fontsize="small")
     path = run_dir / PLOT_FILE
     figure.savefig(path, dpi=120)
     return path

@@ -3,7 +3,7 @@
 #   make demo     the closed loop on this machine, ending in demo/report.md     make test    the whole test suite
 #   make serve    the server alone; ARGS="model=tiny server.http_port=0"        make check   lint, types, layout, stubs
 #   make train    the trainer alone; ARGS="state_dir=DIR"                       make proto   regenerate the gRPC stubs
-#   make clean    remove what these commands made
+#   make clean    remove what these commands made                               make help    this text, as make alone
 #
 # PYTHON=python3.12 picks the interpreter. TORCH_INDEX=URL adds a package index for torch: on Linux x86-64 give that of the
 # CPU builds, as the default one carries CUDA builds there, which work but are large.
@@ -15,10 +15,14 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE# idle threads sleep: several processes share the cores
 
-.PHONY: demo serve train test check proto clean
-.DEFAULT_GOAL := test
+.PHONY: help demo serve train test check proto clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 $(INSTALLED): pyproject.toml constraints-cpu.txt
+	@echo 'installing into $(VENV), once; this takes some minutes'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[dev]"

@@ -64,6 +64,10 @@ class Registry:
         self._versions = root / "versions"
         self._states = root / "states"
         self._pointer = root / "active.json"
+        self._make_places()
+
+    def _make_places(self) -> None:
+        """At each use, so that a registry that somebody emptied or removed is an empty one, and goes on."""
         for directory in (self._versions, self._states):
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -83,6 +87,7 @@ class Registry:
         next publisher removes.
         """
         with locked(self.root / ".publish.lock"):
+            self._make_places()
             remove_leftovers(self._versions)
             with temporary_directory(self._versions) as copy:
                 _copy(checkpoint_dir, copy)
@@ -118,6 +123,7 @@ class Registry:
 
     def versions(self) -> list[VersionRecord]:
         """All versions, oldest first. A damaged one is listed as rejected, with its reason."""
+        self._make_places()
         active = self.active()
         names = (entry.name for entry in self._versions.iterdir() if not entry.name.startswith("."))
         records = [self._record(name, active) for name in names]
@@ -172,6 +178,7 @@ class Registry:
         return None
 
     def _writing(self) -> AbstractContextManager[None]:
+        self._make_places()
         return locked(self.root / ".state.lock")
 
     def _write_state(self, version: str, state: VersionState, reason: str) -> None:

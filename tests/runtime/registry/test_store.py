@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,22 @@ def test_the_same_content_is_the_same_version(registry: Registry, publish: Publi
     before = registry.get(version)
     assert publish() == version
     assert registry.versions() == [before]  # its first manifest and its state stay
+
+
+@pytest.mark.parametrize("removed", [".", "versions", "states"])
+def test_directories_removed_under_its_feet_leave_an_empty_registry_that_goes_on(
+    registry: Registry, publish: Publish, removed: str
+) -> None:
+    registry.activate(publish(seed=0))
+    shutil.rmtree(registry.root / removed)
+    assert len(registry.versions()) == (1 if removed == "states" else 0)
+    assert (registry.active() is None) == (removed != "states")
+    shutil.rmtree(registry.root / removed)
+    version = publish(seed=1)
+    shutil.rmtree(registry.root / "states")
+    registry.set_state(version, VersionState.VALIDATED)
+    registry.activate(version)
+    assert registry.active() == version
 
 
 def test_versions_are_listed_oldest_first(registry: Registry, publish: Publish) -> None:

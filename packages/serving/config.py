@@ -19,6 +19,7 @@ from runtime.config import (
     SessionsConfig,
     SpeculationConfig,
     require,
+    require_directory,
 )
 
 
@@ -73,16 +74,24 @@ class ServingConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     state_dir: str | None = None  # where server and trainer meet; null: <SLIPSTREAM_HOME>/state
 
+    def __post_init__(self) -> None:
+        require_directory("state_dir", self.state_dir)
+
     @property
     def state_path(self) -> Path:
-        from runtime.models.home import home  # here, so that refusing a setting does not wait for torch
+        from runtime.models.home import absolute, home  # here, so that refusing a setting does not wait for torch
 
-        return home() / "state" if self.state_dir is None else Path(self.state_dir).expanduser().absolute()
+        return home() / "state" if self.state_dir is None else absolute("state_dir", self.state_dir)
 
     @property
     def features_path(self) -> Path:
-        return self.state_path / "features" if self.features.root is None else Path(self.features.root).expanduser().absolute()
+        return self._path("features.root", self.features.root, "features")
 
     @property
     def registry_path(self) -> Path:
-        return self.state_path / "registry" if self.registry.root is None else Path(self.registry.root).expanduser().absolute()
+        return self._path("registry.root", self.registry.root, "registry")
+
+    def _path(self, setting: str, root: str | None, name: str) -> Path:
+        from runtime.models.home import absolute
+
+        return self.state_path / name if root is None else absolute(setting, root)

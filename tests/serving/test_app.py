@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.config import RegistryConfig
+from runtime.config import FeaturesConfig, RegistryConfig
 from runtime.errors import ConfigError
-from serving.config import ServerConfig
+from serving.config import ServerConfig, ServingConfig
 
 from .conftest import StartServer, wait_for
 
@@ -110,6 +110,14 @@ def test_a_second_server_on_the_same_ports_is_refused(start_server: StartServer)
 def test_server_settings_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"server.{next(iter(bad))}"):
         ServerConfig(**bad)
+
+
+def test_places_that_nobody_named_are_refused() -> None:
+    for make in (lambda: ServingConfig(state_dir=""), lambda: ServingConfig(features=FeaturesConfig(root=" "))):
+        with pytest.raises(ConfigError, match="must be a directory, or null"):
+            make()
+    with pytest.raises(ConfigError, match=r"registry\.root is '~nobody-here/r', and there is no such home directory"):
+        _ = ServingConfig(registry=RegistryConfig(root="~nobody-here/r")).registry_path
 
 
 def test_the_two_surfaces_need_two_ports() -> None:

@@ -57,7 +57,8 @@ class ServerConfig:
         ok = self.http_port != self.grpc_port or self.http_port == 0
         require(ok, "server.grpc_port", self.grpc_port, "another port than server.http_port")
         require(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "0 seconds or more")
-        require(self.max_request_mib >= 1, "server.max_request_mib", self.max_request_mib, "at least 1")
+        ok = 1 <= self.max_request_mib <= 1024  # gRPC knows no messages beyond 2 GiB
+        require(ok, "server.max_request_mib", self.max_request_mib, "between 1 and 1024")
 
 
 @dataclass

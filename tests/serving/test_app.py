@@ -105,7 +105,15 @@ def test_a_second_server_on_the_same_ports_is_refused(start_server: StartServer)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"http_port": -1}, {"grpc_port": 70000}, {"host": " "}, {"shutdown_grace_s": -1.0}, {"max_request_mib": 0}]
+    "bad",
+    [
+        {"http_port": -1},
+        {"grpc_port": 70000},
+        {"host": " "},
+        {"shutdown_grace_s": -1.0},
+        {"max_request_mib": 0},
+        {"max_request_mib": 1025},
+    ],
 )
 def test_server_settings_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"server.{next(iter(bad))}"):

@@ -81,7 +81,8 @@ class Registry:
         metrics: Mapping[str, float],
         notes: str = "",
     ) -> str:
-        """Copy a checkpoint in as a new staged version and return its id. The same content again is the same version.
+        """Copy a checkpoint in as a new staged version and return its id. The same content again is the same version;
+        for another target than before, it is staged anew, as the last publisher knows best what it is for.
 
         Until the last moment nothing is visible; a publisher that dies leaves a directory that no reader looks at and the
         next publisher removes.
@@ -108,17 +109,17 @@ class Registry:
                     notes=notes,
                 )
                 (copy / MANIFEST_FILE).write_bytes(manifest.to_json())
-                self._install(copy, version)
+                self._install(copy, manifest)
         return version
 
-    def _install(self, copy: Path, version: str) -> None:
-        final = self._versions / version
+    def _install(self, copy: Path, manifest: Manifest) -> None:
+        final = self._versions / manifest.version
         if final.exists():
-            if _is_whole(final):
+            if _is_whole_for(final, manifest.target_fingerprint):
                 return
             with temporary_directory(self._versions) as discarded:
-                os.rename(final, discarded / version)
-            self._write_state(version, VersionState.STAGED, "")
+                os.rename(final, discarded / manifest.version)
+            self._write_state(manifest.version, VersionState.STAGED, "")
         move_directory(copy, final)
 
     def versions(self) -> list[VersionRecord]:
@@ -218,9 +219,10 @@ def _inspect(path: Path) -> Manifest:
         raise rejected(RejectReason.UNREADABLE, f"{path / WEIGHTS_FILE} cannot be read ({error}); publish it again.") from error
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole_for(path: Path, target_fingerprint: str) -> bool:
     try:
-        return _inspect(path).version == version_id(path)
+        manifest = _inspect(path)
+        return manifest.version == version_id(path) and manifest.target_fingerprint == target_fingerprint
     except DrafterRejected:
         return False
 

@@ -59,6 +59,18 @@ def test_the_same_content_is_the_same_version(registry: Registry, publish: Publi
     assert registry.versions() == [before]  # its first manifest and its state stay
 
 
+def test_the_same_content_for_another_target_is_staged_anew(registry: Registry, publish: Publish) -> None:
+    """As the drafter that ships is, once its model was made again in another form."""
+    version = publish(fingerprint="before")
+    registry.set_state(version, VersionState.REJECTED, "TARGET_FINGERPRINT: no")
+    assert publish(fingerprint="now") == version
+    [record] = registry.versions()
+    assert record.manifest is not None
+    assert (record.manifest.target_fingerprint, record.state, record.reason) == ("now", VersionState.STAGED, "")
+    registry.activate(version)
+    assert publish(fingerprint="later") == registry.active() == version
+
+
 @pytest.mark.parametrize("removed", [".", "versions", "states"])
 def test_directories_removed_under_its_feet_leave_an_empty_registry_that_goes_on(
     registry: Registry, publish: Publish, removed: str

@@ -261,9 +261,10 @@ class LocalEngine:
             self._running[request.session] = request
         while self._waiting and len(self._running) < self._config.max_batch_sessions:
             request = self._waiting[0]
-            if not self._stepper.has_room(request, self._store) and self._running:
+            if not self._stepper.make_room([*self._running.values(), request], self._store) and self._running:
                 return
             self._running[request.session] = self._waiting.popleft()
+        self._stepper.make_room(self._running.values(), self._store)  # those that run grow, and those that ended are idle
 
     def _settle(self, batch: Sequence[Request]) -> None:
         """A session is idle again before its last event leaves, so that whoever hears it may go on at once."""

@@ -241,15 +241,21 @@ class Stepper:
         self.drafter = drafter
         self._stats.num_swaps += 1
 
-    def has_room(self, request: Request, sessions: Iterable[Session]) -> bool:
-        """Whether the budget holds one more running session; idle ones give up their K/V for it, oldest first."""
-        need = self._target.cache_bytes(len(request.session.history) + self._prefill_chunk_tokens)
+    def make_room(self, running: Iterable[Request], sessions: Iterable[Session]) -> bool:
+        """Whether the budget holds what these will need; idle sessions give up their K/V for it, the oldest of them first."""
+        growth = sum(map(self._growth_bytes, running))
         for session in sessions:
-            if self._target.cache_bytes() + need <= self._kv_budget_bytes:
+            if self._target.cache_bytes() + growth <= self._kv_budget_bytes:
                 return True
-            if not session.is_generating:
+            if not session.is_generating and session.cache is not None:
                 self.release(session)
-        return self._target.cache_bytes() + need <= self._kv_budget_bytes
+        return self._target.cache_bytes() + growth <= self._kv_budget_bytes
+
+    def _growth_bytes(self, request: Request) -> int:
+        """What its session has yet to take: for the rest of its history, and for the next tokens behind it."""
+        session, ahead = request.session, min(request.num_remaining, self._prefill_chunk_tokens)
+        needed = self._target.cache_bytes(len(session.history) + ahead)
+        return needed - self._target.cache_bytes(session.cached) if session.cached else needed
 
     def stats(self) -> EngineStats:
         return self._stats.build(self._kv_budget_bytes, self.drafter.version)

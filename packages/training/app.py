@@ -81,6 +81,7 @@ def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Prog
     features_root = state_dir / "features" if features is None else absolute("features.root", features)
     registry = Registry(state_dir / "registry" if published is None else absolute("registry.root", published))
     store, ledger = open_feature_plane(features_root, config.features.budget_mib << 20)
+    logger.info("%s: rows from %s, run in %s, versions to %s", target.name, features_root, run_dir, registry.root)
     start = starting_drafter(config.trainer.init, registry, target)
     check = row_check(target)
     stream_of = OnlineStream if config.mode is Mode.ONLINE else OfflineStream

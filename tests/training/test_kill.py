@@ -148,6 +148,7 @@ def test_the_door_starts_a_run_and_a_signal_ends_it(state) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert "SIGTERM: stopping after this step" in said
+    assert f"rows from {Path(state.root) / 'features'}, run in {Path(state.root) / 'training' / 'default'}" in said
     assert "training begins from scratch" in said
     counts = state.ledger.status()
     assert counts["durable"] > 0

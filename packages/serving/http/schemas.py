@@ -1,7 +1,8 @@
 """The bodies that the OpenAI endpoints take, and what each field means to the engine.
 
 A field that is listed here is honoured. Any other, and any value that could not be honoured, is refused with the field's
-name. `null` is the same as leaving a field out.
+name, the first of them alone: nobody's hundred thousand mistakes are listed while others wait. `null` is the same as leaving
+a field out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
 from runtime.types import SamplingParams, SessionOptions, Switch
@@ -34,6 +44,13 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_is_enough(cls, data: Any) -> Any:
+        unknown = [name for name in data if name not in cls.model_fields] if isinstance(data, dict) else []
+        more = set(unknown[1:])
+        return {name: value for name, value in data.items() if name not in more} if more else data
 
 
 def _joined_text(content: Any) -> Any:
@@ -82,6 +99,21 @@ def _stop_list(stop: Any) -> Any:
     return stop
 
 
+def _checked_bias(bias: Any) -> Any:
+    for key, value in bias.items() if isinstance(bias, dict) else ():
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError(f"logit_bias has the key {key[:20]!r}; its keys are token ids.")
+        if type(value) not in (int, float):
+            raise ValueError(f"logit_bias of {key} is no number.")
+    return bias
+
+
+def _few_entries(metadata: Any) -> Any:
+    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
+        raise ValueError(f"metadata takes up to {MAX_METADATA} entries, got {len(metadata)}.")
+    return metadata
+
+
 _SAME_NAMES = (  # as in SamplingParams
     "temperature",
     "top_p",
@@ -107,12 +139,12 @@ class SampledRequest(_Body):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_checked_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
     store: bool | None = None  # false: nothing of it becomes training data
-    metadata: dict[Text, Text] | None = Field(None, max_length=MAX_METADATA)
+    metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_few_entries)] = None
     # beyond OpenAI's
     top_k: int | None = None
     min_p: float | None = None
@@ -126,14 +158,6 @@ class SampledRequest(_Body):
         if n not in (None, 1):
             raise ValueError(f"n must be 1, got {n}; send the request again for another answer.")
         return n
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for key in bias or {}:
-            if not _TOKEN_ID.fullmatch(key):
-                raise ValueError(f"logit_bias has the key {key[:20]!r}; its keys are token ids.")
-        return bias
 
     @field_validator("stream_options")
     @classmethod
@@ -190,7 +214,7 @@ class SampledRequest(_Body):
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -64,6 +64,26 @@ def test_both_names_of_the_limit_mean_the_same(limits: dict[str, int]) -> None:
     assert ChatRequest(**CHAT, **limits).sampling_params().max_tokens == 5
 
 
+MANY = {str(index): index for index in range(1000)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {f"field{index}": index for index in range(1000)},
+        {"messages": [1] * 1000},
+        {"messages": [CHAT["messages"][0] | MANY]},
+        {"logit_bias": dict.fromkeys(MANY, "x")},
+        {"metadata": MANY},
+        {"speculation": MANY},
+    ],
+)
+def test_of_many_mistakes_the_first_is_told(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest(**CHAT | change)
+    assert refused.value.error_count() == 1
+
+
 def test_two_limits_that_differ_are_refused() -> None:
     with pytest.raises(ValidationError, match="give one of them"):
         ChatRequest(**CHAT, max_tokens=5, max_completion_tokens=6)

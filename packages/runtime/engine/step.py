@@ -114,15 +114,18 @@ class Stepper:
         if not asked:
             return
         try:
-            drafts = self.drafter.propose([request for _, request in asked])
+            proposals = self.drafter.propose([request for _, request in asked])
+            drafts = [
+                _clip(draft, request.depth, self._info.vocab_size) for (_, request), draft in zip(asked, proposals, strict=True)
+            ]
         except Exception:  # a drafter may fail in any way; the output must not depend on it
             log.exception("Drafter %s failed; this step runs without drafts.", self.drafter.version)
             self._stats.num_drafter_failures += 1
             for work, _ in asked:
                 self._drop_draft(work.request.session)
             return
-        for (work, request), draft in zip(asked, drafts, strict=True):
-            work.draft = _clip(draft, request.depth, self._info.vocab_size)
+        for (work, _), draft in zip(asked, drafts, strict=True):
+            work.draft = draft
             work.request.note_drafter(self.drafter.version)
 
     def _depth(self, request: Request) -> int:
@@ -297,7 +300,7 @@ def _num_pending(request: Request) -> int:
 
 
 def _clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
-    """What the target can verify of a proposal: at most `depth` tokens, none outside the vocabulary."""
-    token_ids = draft.token_ids[:depth]
+    """What the target can verify of a proposal: at most `depth` tokens, none outside the vocabulary or without its `probs`."""
+    token_ids = draft.token_ids[: depth if draft.probs is None else min(depth, len(draft.probs))]
     bad = next((k for k, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
     return Draft(token_ids[:bad], None if draft.probs is None else draft.probs[:bad])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -94,15 +94,33 @@ def test_greedy_output_is_the_targets_own_whatever_the_drafter(make_engine: Make
         assert 1.5 < length <= 2.0
 
 
-def test_a_drafter_that_raises_costs_speed_only(make_engine: MakeEngine, target: Target) -> None:
+def raising(requests: Sequence[DraftRequest]) -> list[Draft]:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("propose", [raising, lambda requests: [], lambda requests: [None for _ in requests]])
+def test_a_drafter_that_fails_costs_speed_only(
+    make_engine: MakeEngine, target: Target, propose: Callable[[Sequence[DraftRequest]], list[Draft]]
+) -> None:
     class Broken(NoDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-            raise RuntimeError("broken")
+            return propose(requests)
 
     engine = make_engine(Broken())
     listener, _ = run(engine, prompt_of(2), GREEDY)
     assert listener.token_ids == greedy_reference(target, prompt_of(2), 40)
     assert engine.stats().num_drafter_failures > 0
+
+
+def test_drafts_without_their_distribution_are_not_verified(make_engine: MakeEngine) -> None:
+    class Short(NoDrafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft([1] * request.depth, []) for request in requests]
+
+    sampled = SamplingParams(max_tokens=10, ignore_eos=True, seed=1)
+    listener, done = run(make_engine(Short()), prompt_of(2), sampled)
+    assert len(listener.token_ids) == 10
+    assert done.speculation.num_drafted == 0
 
 
 def test_sessions_in_one_batch_give_what_each_gives_alone(make_engine: MakeEngine, target: Target) -> None:

@@ -7,6 +7,7 @@ does. One server serves all tests that need no settings of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from runtime.backends import load_target
 from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.config import BackendConfig, CaptureConfig, ModelConfig, RegistryConfig
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
+from runtime.errors import SessionNotFound
 from runtime.models import resolve
 from runtime.rpc.client import RuntimeClient
 from serving.app import Ready, Server
@@ -186,7 +188,8 @@ def running(shared_server: Running) -> Iterator[Running]:
     shared_server.target.fails = False
     with shared_server.client() as client:
         for session in client.list_sessions():
-            client.close_session(session.session_id)
+            with contextlib.suppress(SessionNotFound):  # one whose request is just ending closes itself
+                client.close_session(session.session_id)
     shared_server.wait_until_idle()
 
 

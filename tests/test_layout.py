@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 FORBIDDEN_WORDS = ["NotImplemented" + "Error", "TO" + "DO", "FIX" + "ME"]
 FORBIDDEN_PLACES = [
     r"py" + r"pi\.org",
-    r"pythonhosted\." + "org",
+    r"python" + r"hosted\.org",
     r"download\.pytorch\." + "org",
     r"huggingface\.c" + "o/",
     r"(?<![\w.~])/(work|root|home|Users)" + "/",

@@ -296,8 +296,6 @@ def test_no_requests_no_drafts():
 
 @pytest.mark.cuda
 def test_cuda_drafts_what_the_cpu_drafts():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     on_cuda = make_model()
     on_cuda.embedding = on_cuda.embedding.cuda()
     drafters = [Eagle3Drafter(MODEL, "cpu"), Eagle3Drafter(on_cuda.cuda(), "cuda")]

@@ -195,8 +195,6 @@ def test_a_draft_without_mass_in_its_own_distribution_is_refused():
 
 @pytest.mark.cuda
 def test_cuda_gives_the_verdicts_of_the_cpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     for params in (GREEDY, PENALIZED, SamplingParams(), SamplingParams(top_k=5, top_p=0.8, frequency_penalty=0.5)):
         for seed in range(30):
             drafted = torch.randint(V, (3,), generator=new_generator(seed)).tolist()

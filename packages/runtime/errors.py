@@ -13,6 +13,8 @@
     |- ConfigError (ValueError)            a setting that cannot be taken
     |- ModelError (ValueError)             a model that cannot be found, read or used
     |- DrafterRejected (ValueError)        a drafter that must not be served; `reason` is a RejectReason value
+    |- DrafterNotFound (KeyError)          a version that is not loaded, or not known
+    |- SavedSessionRejected (ValueError)   a saved session that must not be restored; `reason` says why
     '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
        |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
        |- FeatureBudgetExceeded            the store is full
@@ -92,6 +94,22 @@ class ModelError(SlipstreamError, ValueError):
 
 
 class DrafterRejected(SlipstreamError, ValueError):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DrafterNotFound(SlipstreamError, KeyError):
+    reason = "DRAFTER_NOT_FOUND"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(f"Drafter version {version!r} is not here; list the versions and name one of them.")
+        self.version = version
+
+
+class SavedSessionRejected(SlipstreamError, ValueError):
+    """`reason`: SAVED_NOT_FOUND, SAVED_UNREADABLE, SAVED_OTHER_TARGET, SAVED_OTHER_TOKENIZER or SAVED_OTHER_CACHE_POLICY."""
+
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason

@@ -154,6 +154,44 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class CachePolicy:
+    """What of a history stays in sight, and so in K/V. By default all of it.
+
+    With a window, the token at position p sees the positions below `sink` and the last `window` ones up to its own,
+    p - window + 1 .. p. Positions are absolute: dropping tokens from the K/V renumbers nothing.
+    """
+
+    sink: int = 0
+    window: int | None = None  # None: everything is seen
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the field, at the first value out of its range."""
+        if self.window is None:
+            if self.sink:
+                raise InvalidRequest("cache_policy", f"A sink of {self.sink} tokens needs a window; give both, or neither.")
+        elif self.window < 1 or self.sink < 0:
+            raise InvalidRequest(
+                "cache_policy", f"sink must be 0 or more and window at least 1, got sink {self.sink} and window {self.window}."
+            )
+
+
+@dataclass(frozen=True)
+class DrafterPolicy:
+    """Which drafter speculates for a session. It changes speed, never output."""
+
+    kind: Literal["follow_active", "pinned", "off"] = "follow_active"
+    version: str = ""  # of the pinned one
+
+    def check(self) -> None:
+        """Raise InvalidRequest if a version is missing where one is pinned, or given where none is."""
+        if (self.kind == "pinned") != bool(self.version):
+            raise InvalidRequest(
+                "drafter_policy",
+                f"drafter_policy {self.kind!r} with version {self.version!r}: pinned needs a version, others none.",
+            )
+
+
+@dataclass(frozen=True)
 class SessionOptions:
     """What a client may fix when it creates a session."""
 
@@ -162,7 +200,8 @@ class SessionOptions:
     eos_token_ids: tuple[int, ...] | None = None  # None: the model's
     stop_token_ids: tuple[int, ...] = ()
     capture: Switch = Switch.INHERIT
-    speculate: bool = True
+    cache_policy: CachePolicy = CachePolicy()
+    drafter_policy: DrafterPolicy = DrafterPolicy()
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # slice labels for the feature plane
 
 
@@ -180,7 +219,8 @@ class SessionInfo:
     last_used_at: float
 
 
-# --- the events of one generation, in the order in which they may come: Started, Tokens*, then Done or Failed ---
+# --- the events of one generation, in the order in which they may come: Started, Tokens*, then Done or Failed; ---
+# --- HistoryTruncated at most once, anywhere between the first and the last of them ---
 
 
 @dataclass(frozen=True)
@@ -190,6 +230,13 @@ class Started:
     drafter_version: str
     target_fingerprint: str
     history_length: int
+
+
+@dataclass(frozen=True)
+class HistoryTruncated:
+    """The first time that the session's cache policy dropped tokens from its K/V. Its history keeps their ids."""
+
+    dropped: int  # tokens no longer in sight
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,14 @@ class SparseProbs:
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed chain. `probs[k]` is exactly the distribution that token k was sampled from; None: it was certain (one-hot)."""
+    """A proposed chain or tree. `probs[i]` is exactly the distribution that node i was sampled from; None: it was certain (one-hot).
+
+    Siblings stand in the order in which they were drawn, without replacement: each one's `probs` is what was left for it.
+    """
 
     token_ids: list[int]
     probs: list[SparseProbs] | None = None
+    parents: list[int] | None = None  # [i] < i: node i's parent, -1: the last token of the history; None: a chain
 
 
 class Drafter(Protocol):

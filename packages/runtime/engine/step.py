@@ -130,7 +130,7 @@ class Stepper:
 
     def _depth(self, request: Request) -> int:
         """Drafts worth verifying: never past the last token that may be emitted."""
-        if not (request.params.speculate and request.session.options.speculate):
+        if not (request.params.speculate and request.session.options.drafter_policy.kind != "off"):
             return 0
         asked = request.params.max_draft_tokens
         depth = self._max_draft_tokens if asked is None else min(asked, self._max_draft_tokens)
@@ -197,7 +197,7 @@ class Stepper:
 
     def _count(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         request.speculation.record(num_drafted, num_accepted)
-        if self._max_draft_tokens and request.params.speculate and request.session.options.speculate:
+        if self._max_draft_tokens and request.params.speculate and request.session.options.drafter_policy.kind != "off":
             self._stats.for_version(self.drafter.version).record(num_drafted, num_accepted)
 
     def _finish(self, request: Request) -> None:

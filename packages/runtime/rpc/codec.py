@@ -17,6 +17,7 @@ from runtime.errors import InvalidRequest
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
     Done,
+    DrafterPolicy,
     FinishReason,
     SamplingParams,
     SessionInfo,
@@ -40,10 +41,10 @@ _POLICY_OF_CAPTURE = {
     Switch.OFF: pb.CAPTURE_POLICY_OFF,
     Switch.ON: pb.CAPTURE_POLICY_ON,
 }
-_SPECULATE_OF_POLICY = {
-    pb.DRAFTER_POLICY_UNSPECIFIED: True,
-    pb.DRAFTER_POLICY_FOLLOW_ACTIVE: True,
-    pb.DRAFTER_POLICY_OFF: False,
+_POLICY_OF_DRAFTER = {
+    pb.DRAFTER_POLICY_UNSPECIFIED: DrafterPolicy(),
+    pb.DRAFTER_POLICY_FOLLOW_ACTIVE: DrafterPolicy(),
+    pb.DRAFTER_POLICY_OFF: DrafterPolicy("off"),
 }
 _REASON_OF_FINISH: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
@@ -72,7 +73,7 @@ def refuse_unknown(message: Message, path: str = "") -> None:
 def session_options(request: pb.CreateSessionRequest) -> SessionOptions:
     if request.capture_policy not in _CAPTURE_OF_POLICY:
         raise InvalidRequest("capture_policy", f"capture_policy {request.capture_policy} is not one of INHERIT, OFF, ON.")
-    if request.drafter_policy not in _SPECULATE_OF_POLICY:
+    if request.drafter_policy not in _POLICY_OF_DRAFTER:
         raise InvalidRequest("drafter_policy", f"drafter_policy {request.drafter_policy} is not one of FOLLOW_ACTIVE, OFF.")
     if request.HasField("ttl_s") and not request.ttl_s > 0:
         raise InvalidRequest("ttl_s", f"ttl_s must be more than 0 seconds, got {request.ttl_s}.")
@@ -82,7 +83,7 @@ def session_options(request: pb.CreateSessionRequest) -> SessionOptions:
         eos_token_ids=tuple(request.eos_token_ids) or None,
         stop_token_ids=tuple(request.stop_token_ids),
         capture=_CAPTURE_OF_POLICY[request.capture_policy],
-        speculate=_SPECULATE_OF_POLICY[request.drafter_policy],
+        drafter_policy=_POLICY_OF_DRAFTER[request.drafter_policy],
         labels=MappingProxyType(dict(request.labels)),
     )
 
@@ -94,14 +95,14 @@ def create_request(options: SessionOptions, request_id: str = "") -> pb.CreateSe
         ttl_s=options.ttl_s,
         eos_token_ids=options.eos_token_ids or (),
         stop_token_ids=options.stop_token_ids,
-        drafter_policy=_drafter_policy(options.speculate),
+        drafter_policy=_drafter_policy(options.drafter_policy),
         capture_policy=_POLICY_OF_CAPTURE[options.capture],
         labels=dict(options.labels),
     )
 
 
-def _drafter_policy(speculate: bool) -> pb.DrafterPolicy:
-    return pb.DRAFTER_POLICY_FOLLOW_ACTIVE if speculate else pb.DRAFTER_POLICY_OFF
+def _drafter_policy(policy: DrafterPolicy) -> pb.DrafterPolicy:
+    return pb.DRAFTER_POLICY_OFF if policy.kind == "off" else pb.DRAFTER_POLICY_FOLLOW_ACTIVE
 
 
 def session_message(info: SessionInfo, vocab_size: int) -> pb.Session:
@@ -114,7 +115,7 @@ def session_message(info: SessionInfo, vocab_size: int) -> pb.Session:
         ttl_s=info.options.ttl_s,
         eos_token_ids=info.options.eos_token_ids or (),
         stop_token_ids=info.options.stop_token_ids,
-        drafter_policy=_drafter_policy(info.options.speculate),
+        drafter_policy=_drafter_policy(info.options.drafter_policy),
         capture_policy=_POLICY_OF_CAPTURE[info.options.capture],
         labels=dict(info.options.labels),
         target_version=info.target_fingerprint,
@@ -134,7 +135,7 @@ def session_info(message: pb.Session) -> SessionInfo:
         eos_token_ids=tuple(message.eos_token_ids) or None,
         stop_token_ids=tuple(message.stop_token_ids),
         capture=_CAPTURE_OF_POLICY[message.capture_policy],
-        speculate=_SPECULATE_OF_POLICY[message.drafter_policy],
+        drafter_policy=_POLICY_OF_DRAFTER[message.drafter_policy],
         labels=MappingProxyType(dict(message.labels)),
     )
     state: Literal["idle", "generating"] = "generating" if message.state == pb.SESSION_STATE_GENERATING else "idle"

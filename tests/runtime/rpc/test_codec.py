@@ -12,6 +12,7 @@ from runtime.rpc import codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
     Done,
+    DrafterPolicy,
     SamplingParams,
     SessionInfo,
     SessionOptions,
@@ -41,7 +42,7 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     logprobs=True,
     top_logprobs=2,
-    speculate=False,
+    drafter_policy=DrafterPolicy("off"),
     max_draft_tokens=0,
 )
 

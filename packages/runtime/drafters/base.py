@@ -37,7 +37,7 @@ class SparseProbs:
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed chain or tree. `probs[i]` is exactly the distribution that node i was sampled from; None: it was certain (one-hot).
+    """A proposed chain or tree. `probs[i]` is exactly what node i was sampled from; None: it was certain (one-hot).
 
     Siblings stand in the order in which they were drawn, without replacement: each one's `probs` is what was left for it.
     """

@@ -24,7 +24,7 @@ from runtime.types import (
     Usage,
 )
 
-OPTIONS = SessionOptions("ann", 5.0, (1, 2), (3,), Switch.ON, False, {"task": "x"})
+OPTIONS = SessionOptions("ann", 5.0, (1, 2), (3,), Switch.ON, drafter_policy=DrafterPolicy("off"), labels={"task": "x"})
 PARAMS = SamplingParams(
     max_tokens=3,
     temperature=0.3,
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     logprobs=True,
     top_logprobs=2,
-    drafter_policy=DrafterPolicy("off"),
+    speculate=False,
     max_draft_tokens=0,
 )
 

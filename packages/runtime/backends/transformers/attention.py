@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from runtime.backends.segments import ancestry
 from runtime.backends.transformers.cache import KVCache
 from runtime.hidden_states import HiddenStates
 
@@ -61,17 +62,6 @@ class SegmentPlan:
             visible = visible & (self.length + depths >= oldest)
         mask = torch.zeros(self.size, self.length - first + self.size, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~torch.cat([committed, visible], dim=1), float("-inf"))
-
-
-def ancestry(parents: Sequence[int] | None, size: int) -> torch.Tensor:
-    """bool [size, size]: which nodes each node sees, its ancestors and itself."""
-    if parents is None:
-        return torch.ones(size, size, dtype=torch.bool).tril_()
-    sees = torch.eye(size, dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            sees[node] |= sees[parent]
-    return sees
 
 
 class RaggedBatch:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.backends.segments import check_root_path
+
 CHUNK_TOKENS = 128
 
 
@@ -78,17 +80,7 @@ class KVCache:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
-        previous = -1
-        for row in rows:
-            if not 0 <= row < len(self.parents):
-                raise ValueError(
-                    f"Row {row} cannot be committed; the cache's last forward left {len(self.parents)} tentative rows."
-                )
-            if self.parents[row] != previous:
-                raise ValueError(
-                    f"Rows {list(rows)} are no root path: the parent of row {row} is {self.parents[row]}, not {previous}."
-                )
-            previous = row
+        check_root_path(self.parents, rows)
         kept = len(rows)
         if rows and rows[-1] != kept - 1:  # not simply the first rows: move them together
             index = torch.tensor(rows, device=self.keys.device) + self.length

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from runtime.backends.base import Segment, SegmentOutput, TargetInfo
+from runtime.backends.segments import check_segment, depths
 from runtime.backends.transformers import attention
 from runtime.backends.transformers.attention import BATCH, RaggedBatch, SegmentPlan
 from runtime.backends.transformers.cache import KVPool, KVShape
@@ -68,7 +69,7 @@ class TransformersTarget:
             size = len(segment.token_ids)
             cache.reserve(size)
             plans.append(SegmentPlan(cache, len(positions), segment.parents, size))
-            positions.extend(cache.length + depth for depth in _depths(segment))
+            positions.extend(cache.length + depth for depth in depths(segment.parents, size))
         batch = RaggedBatch(plans)
         logits = self._run(batch, [token for segment in segments for token in segment.token_ids], positions, segments)
         for segment in segments:
@@ -104,7 +105,7 @@ class TransformersTarget:
                 raise ValueError(f"Cache {segment.cache} occurs twice in one forward; give each sequence one segment.")
             seen.add(segment.cache)
             check_segment(segment, self._info.vocab_size)
-            end = length + max(_depths(segment)) + 1
+            end = length + max(depths(segment.parents, len(segment.token_ids))) + 1
             if end > self._info.max_positions:
                 raise ValueError(f"Cache {segment.cache} would reach {end} tokens; this model takes {self._info.max_positions}.")
 
@@ -138,36 +139,6 @@ class TransformersTarget:
             logits = torch.empty(0, self._info.vocab_size, device=hidden.last.device)
         by_segment = torch.split(logits, [segment.num_logits for segment in segments])
         return [SegmentOutput(rows, hidden[plan.start : plan.end]) for rows, plan in zip(by_segment, batch.plans, strict=True)]
-
-
-def check_segment(segment: Segment, vocab_size: int) -> None:
-    """ValueError for empty, out-of-vocabulary, ill-parented or over-asking segments."""
-    size = len(segment.token_ids)
-    if not size:
-        raise ValueError(f"The segment of cache {segment.cache} is empty; give it at least one token.")
-    low, high = min(segment.token_ids), max(segment.token_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"Token id {bad} is not in this model's vocabulary; ids run from 0 to {vocab_size - 1}.")
-    if not 0 <= segment.num_logits <= size:
-        raise ValueError(f"num_logits is {segment.num_logits}; a segment of {size} tokens has logits for 0 to {size} rows.")
-    if segment.parents is None:
-        return
-    if len(segment.parents) != size:
-        raise ValueError(f"{len(segment.parents)} parents were given for {size} tokens; give one each.")
-    for node, parent in enumerate(segment.parents):
-        if not -1 <= parent < node:
-            raise ValueError(f"The parent of node {node} is {parent}; it must be -1 or an earlier node.")
-
-
-def _depths(segment: Segment) -> Sequence[int]:
-    """Of each node below the history: 0 for a root."""
-    if segment.parents is None:
-        return range(len(segment.token_ids))
-    depths: list[int] = []
-    for parent in segment.parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
 
 
 def _take_aux(layer_id: int) -> Any:

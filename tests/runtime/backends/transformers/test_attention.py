@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.backends.transformers.attention import RaggedBatch, SegmentPlan, ancestry
+from runtime.backends.segments import ancestry
+from runtime.backends.transformers.attention import RaggedBatch, SegmentPlan
 from runtime.backends.transformers.cache import KVCache, KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=6, dtype=torch.float32, device=torch.device("cpu"))

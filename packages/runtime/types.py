@@ -33,6 +33,14 @@ class Switch(Enum):
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What a generated text must be: `json_schema` (the schema as JSON) or `lark` (a grammar in llguidance's dialect of Lark)."""
+
+    kind: Literal["json_schema", "lark"]
+    text: str
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one generation picks its tokens and when it ends. Ranges are checked by `check`, against a vocabulary."""
 
@@ -52,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None  # every token continues it, and the turn ends when it is complete
     speculate: bool = True
     max_draft_tokens: int | None = None  # None: the server's setting
 
@@ -85,6 +94,8 @@ class SamplingParams:
             raise InvalidRequest("top_logprobs", f"top_logprobs must lie in 0..{MAX_TOP_LOGPROBS}, got {self.top_logprobs}.")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs to be true.")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("ignore_eos", "ignore_eos cannot be met with a grammar: a complete text must be able to end.")
         if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens <= 64:
             raise InvalidRequest("max_draft_tokens", f"max_draft_tokens must lie in 0..64, got {self.max_draft_tokens}.")
 
@@ -217,6 +228,7 @@ class SessionInfo:
     max_context_tokens: int
     created_at: float  # Unix seconds
     last_used_at: float
+    dropped_tokens: int = 0  # of the history: out of sight under the session's cache policy
 
 
 # --- the events of one generation, in the order in which they may come: Started, Tokens*, then Done or Failed; ---
@@ -262,4 +274,4 @@ class Failed:
     error: Exception
 
 
-Event = Started | Tokens | Done | Failed
+Event = Started | Tokens | HistoryTruncated | Done | Failed

@@ -27,6 +27,7 @@ from runtime.features.tap import Tap
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session
 from runtime.sessions.store import SessionStore
+from runtime.speculation.grammar import Grammars
 from runtime.types import SamplingParams, SessionInfo, SessionOptions, check_token_ids
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class LocalEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self._info = target.info
+        self.grammars = Grammars(tokenizer, target.info.vocab_size)
         self._config = sessions
         self._stepper = Stepper(target, drafter, speculation, sessions, tap)
         self._store = SessionStore(sessions)
@@ -90,7 +92,7 @@ class LocalEngine:
             self._check_available()
             session, victim = self._store.create(options, request_id)
             if victim is not None:
-                self._run_later(partial(self._stepper.release, victim))
+                self._run_later(partial(self._stepper.holdings.release, victim))
             return self._describe(session)
 
     def append(
@@ -128,13 +130,16 @@ class LocalEngine:
         request_id: str | None = None,
     ) -> Request:
         params.check(self._info.vocab_size)
+        grammar = None if params.grammar is None else self.grammars.new_state(params.grammar)
         with self._wake:
             self._check_available()
             session = self._store.get(session_id)
             session.check_idle()
             session.check_length(expected_history_length)
+            if grammar is not None and session.options.eos_token_ids is not None:
+                raise InvalidRequest("grammar", "A grammar ends with the model's own eos_token_ids; this session has others.")
             max_tokens = self._room(session, params.max_tokens)
-            request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer)
+            request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar)
             session.begin()
             self._store.touch(session)
             self._waiting.append(request)
@@ -158,7 +163,7 @@ class LocalEngine:
         with self._wake:
             session = self._store.remove(session_id, "CLOSED")
             if not session.is_generating:  # a running one is released by the loop, which sees is_closed
-                self._run_later(partial(self._stepper.release, session))
+                self._run_later(partial(self._stepper.holdings.release, session))
             self._wake.notify()
 
     def get_session(self, session_id: str) -> SessionInfo:
@@ -241,7 +246,7 @@ class LocalEngine:
             if self._is_stopping:
                 return False
             errands, self._errands = self._errands, deque()
-            errands.extend(partial(self._stepper.release, session) for session in self._store.expire())
+            errands.extend(partial(self._stepper.holdings.release, session) for session in self._store.expire())
             self._admit()
             batch = list(self._running.values())
         for errand in errands:
@@ -275,7 +280,7 @@ class LocalEngine:
                 request.session.end()
         for request in ended:
             if request.session.is_closed:
-                self._stepper.release(request.session)
+                self._stepper.holdings.release(request.session)
             request.report()
 
     def _shut_down(self) -> None:
@@ -293,4 +298,4 @@ class LocalEngine:
             request.fail(EngineUnavailable("The engine is shutting down; what was committed before is in the history."))
             request.report()
         for session in {*sessions, *(request.session for request in requests)}:
-            self._stepper.release(session)
+            self._stepper.holdings.release(session)

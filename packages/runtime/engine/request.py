@@ -18,6 +18,7 @@ from runtime.engine.base import OnEvent
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
+from runtime.speculation.grammar import GrammarState
 from runtime.speculation.sampling import Processor, new_generator, token_logprobs
 from runtime.speculation.stops import StopMatcher
 from runtime.types import (
@@ -48,6 +49,7 @@ class Request:
         request_id: str | None,
         info: TargetInfo,
         tokenizer: Tokenizer,
+        grammar: GrammarState | None,
     ) -> None:
         self.session = session
         self.params = params
@@ -61,7 +63,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.matched_stop: str | int | None = None
-        self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device))
+        self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device), grammar)
         self.generator = new_generator(params.seed)
         self._request_id = request_id or uuid.uuid4().hex
         self._on_event = on_event

@@ -20,6 +20,7 @@ from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.config import SessionsConfig, SpeculationConfig
 from runtime.drafters.base import Draft, Drafter, DraftRequest
 from runtime.engine.base import EngineStats
+from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.errors import EngineUnavailable, SlipstreamError
 from runtime.features.tap import CapturedTurn, Tap
@@ -65,7 +66,7 @@ class Stepper:
         self._info = target.info
         self._max_draft_tokens = speculation.max_draft_tokens
         self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
-        self._kv_budget_bytes = sessions.kv_budget_mib * 2**20
+        self.holdings = Holdings(target, sessions)
         self._tap = tap
         self._stats = EngineStatsBuilder()
 
@@ -79,7 +80,7 @@ class Stepper:
         outputs = self._verify(works)
         for work, output in zip(works, outputs, strict=True):
             self._commit(work, output)
-        self._stats.kv_bytes = self._target.cache_bytes()
+        self.holdings.count()
 
     # --- schedule ---
 
@@ -97,8 +98,7 @@ class Stepper:
 
     def _plan(self, request: Request, share: int) -> Work:
         session = request.session
-        if session.cache is None:
-            session.cache = self._target.new_cache()
+        self.holdings.open(session)
         if not request.is_started:
             request.start(self.drafter.version, self._info.fingerprint)
             self._stats.prompt_tokens += request.num_prompt_tokens
@@ -122,7 +122,7 @@ class Stepper:
             log.exception("Drafter %s failed; this step runs without drafts.", self.drafter.version)
             self._stats.num_drafter_failures += 1
             for work, _ in asked:
-                self._drop_draft(work.request.session)
+                self.holdings.drop_draft(work.request.session)
             return
         for (work, _), draft in zip(asked, drafts, strict=True):
             work.draft = draft
@@ -139,7 +139,7 @@ class Stepper:
     def _draft_request(self, request: Request, depth: int) -> DraftRequest:
         session = request.session
         if session.draft is not None and session.draft.drafter is not self.drafter:
-            self._drop_draft(session)
+            self.holdings.drop_draft(session)
         if session.draft is None:
             session.draft = DraftState(self.drafter, self.drafter.new_state())
         position = min(session.draft.position, session.cached - 1)  # at least the last row, to draft from
@@ -222,46 +222,23 @@ class Stepper:
 
     # --- what hangs on a session ---
 
-    def release(self, session: Session) -> None:
-        """Free K/V, kept features and draft state; the ids stay. The next call on the session prefills again."""
-        self._drop_draft(session)
-        if session.cache is not None:
-            self._target.drop(session.cache)
-            session.cache = None
-        session.cached = 0
-        session.features = []
-        self._stats.kv_bytes = self._target.cache_bytes()
-
-    def _drop_draft(self, session: Session) -> None:
-        if session.draft is not None:
-            session.draft.drafter.drop_state(session.draft.handle)
-            session.draft = None
-
     def swap(self, drafter: Drafter, sessions: Iterable[Session]) -> None:
         """The pointer switch. Sessions prime the new drafter from their kept features when they next draft."""
         for session in sessions:
-            self._drop_draft(session)
+            self.holdings.drop_draft(session)
         self.drafter = drafter
         self._stats.num_swaps += 1
 
     def make_room(self, running: Iterable[Request], sessions: Iterable[Session]) -> bool:
-        """Whether the budget holds what these will need; idle sessions give up their K/V for it, the oldest of them first."""
-        growth = sum(map(self._growth_bytes, running))
-        for session in sessions:
-            if self._target.cache_bytes() + growth <= self._kv_budget_bytes:
-                return True
-            if not session.is_generating and session.cache is not None:
-                self.release(session)
-        return self._target.cache_bytes() + growth <= self._kv_budget_bytes
+        """Whether the budget holds what these have yet to take: the rest of their history, and the next tokens behind it."""
+        return self.holdings.make_room(sum(map(self._growth_bytes, running)), sessions)
 
     def _growth_bytes(self, request: Request) -> int:
-        """What its session has yet to take: for the rest of its history, and for the next tokens behind it."""
-        session, ahead = request.session, min(request.num_remaining, self._prefill_chunk_tokens)
-        needed = self._target.cache_bytes(len(session.history) + ahead)
-        return needed - self._target.cache_bytes(session.cached) if session.cached else needed
+        ahead = min(request.num_remaining, self._prefill_chunk_tokens)
+        return self.holdings.growth_bytes(request.session, len(request.session.history) + ahead)
 
     def stats(self) -> EngineStats:
-        return self._stats.build(self._kv_budget_bytes, self.drafter.version)
+        return self._stats.build(self.holdings.kv_bytes, self.holdings.budget_bytes, self.drafter.version)
 
 
 class EngineStatsBuilder:
@@ -274,15 +251,14 @@ class EngineStatsBuilder:
         self.num_target_forwards = 0
         self.num_drafter_failures = 0
         self.num_swaps = 0
-        self.kv_bytes = 0
         self._by_version: dict[str, SpeculationStats] = {}
 
     def for_version(self, version: str) -> SpeculationStats:
         return self._by_version.setdefault(version, SpeculationStats())
 
-    def build(self, kv_budget_bytes: int, drafter_version: str) -> EngineStats:
+    def build(self, kv_bytes: int, kv_budget_bytes: int, drafter_version: str) -> EngineStats:
         return EngineStats(
-            kv_bytes=self.kv_bytes,
+            kv_bytes=kv_bytes,
             kv_budget_bytes=kv_budget_bytes,
             prompt_tokens=self.prompt_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens,

@@ -94,8 +94,6 @@ class SamplingParams:
             raise InvalidRequest("top_logprobs", f"top_logprobs must lie in 0..{MAX_TOP_LOGPROBS}, got {self.top_logprobs}.")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs to be true.")
-        if self.grammar is not None and self.ignore_eos:
-            raise InvalidRequest("ignore_eos", "ignore_eos cannot be met with a grammar: a complete text must be able to end.")
         if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens <= 64:
             raise InvalidRequest("max_draft_tokens", f"max_draft_tokens must lie in 0..64, got {self.max_draft_tokens}.")
 

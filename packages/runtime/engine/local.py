@@ -136,8 +136,10 @@ class LocalEngine:
             session = self._store.get(session_id)
             session.check_idle()
             session.check_length(expected_history_length)
-            if grammar is not None and session.options.eos_token_ids is not None:
-                raise InvalidRequest("grammar", "A grammar ends with the model's own eos_token_ids; this session has others.")
+            if grammar is not None and (params.ignore_eos or session.options.eos_token_ids is not None):
+                raise InvalidRequest(
+                    "grammar", "A grammar ends with the model's own eos_token_ids, neither ignored nor replaced."
+                )
             max_tokens = self._room(session, params.max_tokens)
             request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar)
             session.begin()

@@ -62,6 +62,10 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)  # unlike encode, lets other threads run
         return list(encoding.ids)
 
+    def to_json(self) -> str:
+        """The whole tokenizer, as tokenizer.json writes it."""
+        return self._backend.to_str()
+
     def min_tokens(self, num_chars: int) -> int:
         """A text of so many characters cannot have fewer ids. (One whose tokenizer removes characters may; by a little.)"""
         return -(-num_chars // self._max_token_chars)

@@ -19,6 +19,7 @@ from runtime.types import (
     Done,
     DrafterPolicy,
     FinishReason,
+    Grammar,
     SamplingParams,
     SessionInfo,
     SessionOptions,
@@ -194,7 +195,15 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         top_logprobs=request.top_logprobs,
         speculate=speculation.enabled if speculation.HasField("enabled") else True,
         max_draft_tokens=speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None,
+        grammar=_grammar(request.grammar) if request.HasField("grammar") else None,
     )
+
+
+def _grammar(message: pb.Grammar) -> Grammar:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("grammar", "grammar holds neither json_schema nor lark; give one, or leave grammar out.")
+    return Grammar(kind, getattr(message, kind))
 
 
 def generate_request(
@@ -213,6 +222,7 @@ def generate_request(
         logprobs=params.logprobs,
         top_logprobs=params.top_logprobs,
         speculation=pb.SpeculationOverride(enabled=params.speculate, max_draft_tokens=params.max_draft_tokens),
+        grammar=None if params.grammar is None else pb.Grammar(**{params.grammar.kind: params.grammar.text}),
     )
 
 

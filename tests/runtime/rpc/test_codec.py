@@ -13,6 +13,7 @@ from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
     Done,
     DrafterPolicy,
+    Grammar,
     SamplingParams,
     SessionInfo,
     SessionOptions,
@@ -42,6 +43,7 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     logprobs=True,
     top_logprobs=2,
+    grammar=Grammar("json_schema", "{}"),
     speculate=False,
     max_draft_tokens=0,
 )

@@ -1,0 +1,118 @@
+"""Grammars: masks at every place of a draft, what is taken back, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from runtime.errors import InvalidRequest
+from runtime.models import Tokenizer, resolve
+from runtime.speculation.grammar import MAX_GRAMMAR_CHARS, MAX_KEPT, Grammars, GrammarState
+from runtime.types import Grammar
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OBJECT = Grammar("json_schema", json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(resolve("tiny").path)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, vocab_size=tokenizer.vocab_size + 5)  # a model may have more rows than its tokenizer has tokens
+
+
+def texts(state: GrammarState, tokenizer: Tokenizer, path: Sequence[int] = ()) -> set[str]:
+    mask = state.allowed(path)
+    assert mask is not None
+    return {tokenizer.decode([token_id]) for token_id in mask.nonzero().flatten().tolist()}
+
+
+def test_every_place_of_a_draft_has_a_mask_of_its_own(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.new_state(OBJECT)
+    draft = tokenizer.encode('{"a": 1')
+    assert texts(state, tokenizer) == {"{"}
+    assert texts(state, tokenizer, draft[:2]) == {"a"}
+    assert texts(state, tokenizer, draft) == {*"0123456789", "}"}
+
+
+def test_a_draft_that_was_tried_is_taken_back(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.new_state(OBJECT)
+    before = state.allowed()
+    for end in range(1, 7):
+        state.allowed(tokenizer.encode('{"a": 1')[:end])
+    after = state.allowed()
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
+def test_behind_a_draft_that_leaves_the_grammar_nothing_matters(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.new_state(OBJECT)
+    assert state.allowed(tokenizer.encode('{"b')) is None
+    assert texts(state, tokenizer) == {"{"}
+
+
+def test_a_complete_text_may_only_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.new_state(OBJECT)
+    for token_id in tokenizer.encode('{"a": 12}'):
+        assert not state.is_complete
+        state.advance(token_id)
+    assert state.is_complete
+    mask = state.allowed()
+    assert mask is not None
+    assert mask.nonzero().flatten().tolist() == list(tokenizer.eos_token_ids)
+    state.advance(tokenizer.eos_token_ids[0])
+    assert state.is_complete
+    assert state.allowed([tokenizer.eos_token_ids[0]]) is None
+
+
+def test_keeping_a_token_that_is_not_allowed_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="does not continue this grammar"):
+        grammars.new_state(OBJECT).advance(tokenizer.encode("x")[0])
+
+
+def test_states_of_one_grammar_do_not_touch_each_other(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    first, second = grammars.new_state(OBJECT), grammars.new_state(OBJECT)
+    first.advance(tokenizer.encode("{")[0])
+    assert texts(second, tokenizer) == {"{"}
+
+
+def test_ids_without_a_token_are_never_allowed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.new_state(Grammar("lark", r"start: /(.|\n)*/"))
+    mask = state.allowed()
+    assert mask is not None
+    assert mask.shape == (tokenizer.vocab_size + 5,)
+    assert not mask[tokenizer.vocab_size :].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"not": {"type": "string"}}', "not"),
+        ("json_schema", '{"type": "strin"}', "strin"),
+        ("json_schema", '{"$ref": "http://example.com/x"}', "example.com"),
+        ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "regex"),
+        ("json_schema", "{", "not valid JSON"),
+        ("json_schema", "[" * 100_000, "not valid JSON"),
+        ("json_schema", "[]", "not list"),
+        ("json_schema", '"' + "x" * MAX_GRAMMAR_CHARS + '"', str(MAX_GRAMMAR_CHARS)),
+        ("lark", "start: nowhere", "nowhere"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(grammars: Grammars, kind: str, text: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        grammars.new_state(Grammar(kind, text))  # type: ignore[arg-type]
+    assert caught.value.param == "grammar"
+
+
+def test_compiled_grammars_are_kept_up_to_a_number(grammars: Grammars) -> None:
+    for index in range(MAX_KEPT + 3):
+        grammars.new_state(Grammar("lark", f'start: "{index}"'))
+    assert len(grammars._compiled) == MAX_KEPT

@@ -130,23 +130,36 @@ class Ledger:
         if not self._has_work(now):
             return []
         leased: list[SampleRef] = []
+        expiry = now + timeout_s
         with self._database.transaction() as connection:
             self._expire(connection, now)
             while len(leased) < limit:
-                sql = "SELECT sample_id, ref FROM samples WHERE state = 'pending' ORDER BY position LIMIT ?"
-                rows = connection.execute(sql, (limit - len(leased),)).fetchall()
-                if not rows:
+                sql = "SELECT ref FROM samples WHERE state = 'pending' ORDER BY position LIMIT ?"
+                refs = [SampleRef.from_json(text) for (text,) in connection.execute(sql, (limit - len(leased),))]
+                if not refs:
                     break
-                for sample_id, text in rows:
-                    ref = SampleRef.from_json(text)
-                    if self._exists(ref):
-                        sql = """UPDATE samples SET state = 'leased', run_id = ?, lease_expires_at = ?, attempts = attempts + 1
-                            WHERE sample_id = ?"""
-                        connection.execute(sql, (run_id, now + timeout_s, sample_id))
-                        leased.append(ref)
-                    else:
-                        _give_up(connection, sample_id, f"its features ({ref.uri}) are gone or cut short")
+                leased += [ref for ref in refs if self._take(connection, run_id, ref, expiry)]
         return leased
+
+    def claim(self, run_id: str, sample_ids: Sequence[str], timeout_s: float) -> list[SampleRef]:
+        """`lease` of exactly these rows, for who was told of them: those that are pending, oldest first."""
+        with self._database.transaction() as connection:
+            sql = f"SELECT ref FROM samples WHERE state = 'pending' AND sample_id IN {_IDS} ORDER BY position"
+            refs = [SampleRef.from_json(text) for (text,) in connection.execute(sql, (json.dumps(list(sample_ids)),))]
+            return [ref for ref in refs if self._take(connection, run_id, ref, self._clock() + timeout_s)]
+
+    def _take(self, connection: sqlite3.Connection, run_id: str, ref: SampleRef, expiry: float) -> bool:
+        if not self._exists(ref):
+            _give_up(connection, ref.sample_id, f"its features ({ref.uri}) are gone or cut short")
+            return False
+        sql = "UPDATE samples SET state = 'leased', run_id = ?, lease_expires_at = ?, attempts = attempts + 1 WHERE sample_id = ?"
+        connection.execute(sql, (run_id, expiry, ref.sample_id))
+        return True
+
+    def leased(self, run_id: str) -> list[SampleRef]:
+        """Rows that this run leases, oldest first."""
+        sql = "SELECT ref FROM samples WHERE run_id = ? AND state = 'leased' ORDER BY position"
+        return [SampleRef.from_json(text) for (text,) in self._database.read(sql, (run_id,))]
 
     def heartbeat(self, run_id: str, timeout_s: float) -> int:
         """Extend all leases of this run to now + timeout_s; returns how many it still has."""

@@ -380,3 +380,13 @@ def test_threads_of_one_ledger_never_get_the_same_row(ledger: Ledger, make_ref: 
         thread.join()
     assert len(got) == 60
     assert set(got.values()) == {1}
+
+
+def test_claim_leases_exactly_the_named_rows(ledger: Ledger, make_ref: Callable[..., SampleRef]) -> None:
+    for name in "abcd":
+        ledger.commit(make_ref(name), "train")
+    assert [ref.sample_id for ref in ledger.lease("other", 1, 60.0)] == ["a"]
+    assert [ref.sample_id for ref in ledger.claim("run", ["d", "a", "b", "nobody"], 60.0)] == ["b", "d"]
+    assert [ref.sample_id for ref in ledger.leased("run")] == ["b", "d"]
+    assert [ref.sample_id for ref in ledger.lease("run", 9, 60.0)] == ["c"]
+    assert ledger.claim("run", ["b"], 60.0) == []

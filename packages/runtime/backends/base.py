@@ -10,13 +10,16 @@ tree, and then says which of them became history. Tensors cross this line as tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from runtime.hidden_states import HiddenStates
+from runtime.types import CachePolicy
+
+FULL = CachePolicy()  # keeps everything
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Target(Protocol):
         """[V, Ht] output head; never modified."""
         ...
 
-    def new_cache(self) -> int:
-        """A handle to an empty K/V cache."""
+    def new_cache(self, policy: CachePolicy = FULL) -> int:
+        """A handle to an empty K/V cache. Its tokens see what the policy lets them see, in every layer."""
         ...
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -83,11 +86,11 @@ class Target(Protocol):
         ...
 
     def truncate(self, cache: int, length: int) -> None:
-        """Keep the first `length` committed tokens. ValueError if the cache holds fewer."""
+        """Keep the first `length` committed tokens. ValueError if the cache holds fewer, or dropped some that the next needs."""
         ...
 
-    def fork(self, cache: int) -> int:
-        """A new cache with the same committed history."""
+    def fork(self, cache: int, length: int | None = None) -> int:
+        """A new cache of the same policy with the first `length` committed tokens (None: all). ValueError as for truncate."""
         ...
 
     def drop(self, cache: int) -> None:
@@ -95,9 +98,30 @@ class Target(Protocol):
         ...
 
     def length(self, cache: int) -> int:
-        """Committed tokens in the cache."""
+        """Committed tokens of the cache, those that its policy dropped included."""
         ...
 
-    def cache_bytes(self, num_tokens: int = 0) -> int:
-        """Bytes held by all caches now; with num_tokens, the bytes that many cached tokens cost."""
+    def dropped(self, cache: int) -> int:
+        """Committed tokens whose K/V is gone, because under the policy nothing that follows sees them.
+
+        Under one policy it depends on the greatest length alone, not on how the tokens came. A backend may drop in steps.
+        """
+        ...
+
+    def save(self, cache: int) -> dict[str, torch.Tensor]:
+        """All that `restore` needs, on the CPU and contiguous, under names of the backend's choosing. Tentative rows are not."""
+        ...
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int:
+        """A new cache with the `length` committed tokens that were saved under this policy.
+
+        ValueError for tensors of another name, shape or dtype.
+        """
+        ...
+
+    def cache_bytes(self, num_tokens: int = 0, policy: CachePolicy = FULL) -> int:
+        """Bytes held by all caches now; with num_tokens, the bytes of a cache that grew to so many under the policy.
+
+        Both count whole blocks. A forward of many rows may need more than the latter for as long as it is tentative.
+        """
         ...

@@ -1,22 +1,30 @@
-"""K/V of the sessions of one target: a contiguous growable buffer per cache, so that attention runs on views.
+"""K/V of one sequence: a contiguous growable buffer, so that attention on a CPU runs on views and gathers nothing.
 
-Rows 0..length-1 of a buffer are committed; behind them lie the tentative rows of the last forward, of which `commit` keeps a
-root path. Knows nothing of the model beyond the shape of one token's keys and values.
+Rows 0..num_rows-1 of a buffer are committed; behind them lie the tentative rows of the last forward, of which `commit` keeps a
+root path. A buffer has room for whole blocks of tokens, and they are what is counted. Knows nothing of the model beyond the
+shape of one token's keys and values.
 
-    row      0 ... length-1 | length ... length+m-1 | ... capacity-1
-             committed      | tentative: node 0..m-1 | not yet written
+    row      0 ... num_rows-1 | num_rows ... num_rows+m-1 | ... capacity-1
+             committed        | tentative: node 0..m-1    | not yet written
+
+Under a cache policy with a window the rows that nothing will see any more are dropped, some at a time, and the rest moves up:
+
+    position   0 ... sink-1 | sink ... sink+dropped-1 | sink+dropped ... length-1
+    row        0 ... sink-1 | gone                    | sink ... num_rows-1
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from runtime.backends.base import FULL
 from runtime.backends.segments import check_root_path
+from runtime.types import CachePolicy
 
-CHUNK_TOKENS = 128
+BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -34,111 +42,156 @@ class KVShape:
     def token_bytes(self) -> int:
         return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """Of a cache that was never longer than this."""
-        return capacity_for(num_tokens) * self.token_bytes
+    def bytes_for(self, num_tokens: int, policy: CachePolicy = FULL) -> int:
+        """Of a cache that was never longer than this, but for the tentative rows of long forwards."""
+        return capacity_for(min(num_tokens, most_rows(policy, num_tokens))) * self.token_bytes
 
 
 def capacity_for(num_tokens: int) -> int:
-    """The smallest capacity that holds so many: whole chunks, a quarter more each time, so that growing stays cheap."""
+    """The smallest capacity that holds so many: whole blocks, a quarter more each time, so that growing stays cheap."""
     capacity = 0
     while capacity < num_tokens:
-        capacity += max(capacity // 4 // CHUNK_TOKENS, 1) * CHUNK_TOKENS
+        capacity += max(capacity // 4 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
     return capacity
+
+
+def drop_step(window: int) -> int:
+    """So many tokens are dropped at once, which makes moving the others up cheap, and so many unseen ones stay: a way back."""
+    return max(window // 4 // 16, 1) * 16
+
+
+def most_rows(policy: CachePolicy, num_tokens: int) -> int:
+    """The rows that so many tokens can come to hold, a block of tentative ones included where the policy bounds them."""
+    if policy.window is None:
+        return num_tokens
+    return policy.sink + policy.window + 2 * drop_step(policy.window) + BLOCK_TOKENS
 
 
 class KVCache:
     """One sequence's keys and values. `parents` describes the tentative nodes: [i] is node i's parent, -1 the history."""
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, policy: CachePolicy = FULL) -> None:
         self._shape = shape
-        self.length = 0
+        self.policy = policy
+        self.length = 0  # committed tokens, the dropped ones included
+        self.dropped = 0
         self.parents: Sequence[int] = ()
         self.keys, self.values = self._allocate(0)  # [num_layers, num_kv_heads, capacity, key_dim | value_dim]
+
+    @property
+    def num_rows(self) -> int:
+        return self.length - self.dropped
 
     @property
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    def row(self, position: int) -> int:
+        """Where a token that was not dropped lies."""
+        return position if position < self.policy.sink else position - self.dropped
+
     def _allocate(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
+        # Zeros, not garbage: attention may multiply rows not yet written by a weight of 0.
         keys, values = (
-            torch.empty(shape.num_layers, shape.num_kv_heads, capacity, dim, dtype=shape.dtype, device=shape.device)
+            torch.zeros(shape.num_layers, shape.num_kv_heads, capacity, dim, dtype=shape.dtype, device=shape.device)
             for dim in (shape.key_dim, shape.value_dim)
         )
         return keys, values
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` behind the committed length; forgets tentative rows."""
+        """Make room for `num_tokens` behind the committed rows; forgets tentative rows."""
         self.parents = ()
-        needed = capacity_for(self.length + num_tokens)
+        needed = capacity_for(self.num_rows + num_tokens)
         if needed > self.capacity:
-            keys, values = self._allocate(needed)
-            keys[:, :, : self.length] = self.keys[:, :, : self.length]
-            values[:, :, : self.length] = self.values[:, :, : self.length]
-            self.keys, self.values = keys, values
+            self._take(self, needed, self.num_rows)
+
+    def _take(self, other: KVCache, capacity: int, num_rows: int, gone: int = 0) -> None:
+        """New buffers with the first rows of another cache, but for `gone` of them behind its sink."""
+        sink = min(self.policy.sink, num_rows) if gone else 0
+        buffers = self._allocate(capacity)
+        for new, old in zip(buffers, (other.keys, other.values), strict=True):
+            new[:, :, :sink] = old[:, :, :sink]
+            new[:, :, sink : num_rows - gone] = old[:, :, sink + gone : num_rows]
+        self.keys, self.values = buffers
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
         check_root_path(self.parents, rows)
         kept = len(rows)
         if rows and rows[-1] != kept - 1:  # not simply the first rows: move them together
-            index = torch.tensor(rows, device=self.keys.device) + self.length
-            end = self.length + kept
-            self.keys[:, :, self.length : end] = self.keys[:, :, index]
-            self.values[:, :, self.length : end] = self.values[:, :, index]
+            index = torch.tensor(rows, device=self.keys.device) + self.num_rows
+            end = self.num_rows + kept
+            self.keys[:, :, self.num_rows : end] = self.keys[:, :, index]
+            self.values[:, :, self.num_rows : end] = self.values[:, :, index]
         self.length += kept
         self.parents = ()
+        self._drop_unseen()
+
+    def _drop_unseen(self) -> None:
+        """Let go of what no later token sees, in whole steps, the last one aside."""
+        if self.policy.window is None:
+            return
+        step = drop_step(self.policy.window)
+        gone = (self._num_unseen(self.length) // step - 1) * step - self.dropped
+        if gone > 0:
+            capacity = min(self.capacity, capacity_for(most_rows(self.policy, self.length)))
+            self._take(self, max(capacity, capacity_for(self.num_rows - gone)), self.num_rows, gone)
+            self.dropped += gone
+
+    def _num_unseen(self, length: int) -> int:
+        """Of so many tokens, those that no later one sees."""
+        return 0 if self.policy.window is None else max(length - self.policy.window + 1 - self.policy.sink, 0)
 
     def truncate(self, length: int) -> None:
-        if not 0 <= length <= self.length:
-            raise ValueError(f"Cannot truncate to {length} tokens; the cache holds {self.length}.")
+        self.dropped = self.dropped_at(length)
         self.length = length
         self.parents = ()
 
-    def fork(self) -> KVCache:
-        copy = KVCache(self._shape)
-        copy.reserve(self.length)
-        copy.length = self.length
-        copy.keys[:, :, : self.length] = self.keys[:, :, : self.length]
-        copy.values[:, :, : self.length] = self.values[:, :, : self.length]
+    def dropped_at(self, length: int) -> int:
+        """How many of the first `length` tokens are gone. ValueError if that is too short, too long, or they are needed."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"Cannot truncate to {length} tokens; the cache holds {self.length}.")
+        dropped = max(0, min(self.dropped, length - self.policy.sink))
+        if dropped > self._num_unseen(length):
+            raise ValueError(
+                f"Cannot truncate to {length} tokens; the cache dropped {self.dropped} of them behind the first "
+                f"{self.policy.sink}, and what follows would see some of those. Compute the history anew."
+            )
+        return dropped
+
+    def fork(self, length: int) -> KVCache:
+        copy = KVCache(self._shape, self.policy)
+        copy.dropped = self.dropped_at(length)
+        copy.length = length
+        copy._take(self, capacity_for(copy.num_rows), copy.num_rows)
         return copy
 
+    def save(self) -> dict[str, torch.Tensor]:
+        """The committed rows: keys and values [num_layers, num_kv_heads, num_rows, dim]."""
+        tensors = {"keys": self.keys, "values": self.values}
+        return {
+            name: tensor[:, :, : self.num_rows].clone(memory_format=torch.contiguous_format).cpu()
+            for name, tensor in tensors.items()
+        }
 
-class KVPool:
-    """The caches of one target by handle. Handles are never used twice."""
-
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
-        self._caches: dict[int, KVCache] = {}
-        self._next_handle = 0
-
-    def __getitem__(self, handle: int) -> KVCache:
-        self._check(handle)
-        return self._caches[handle]
-
-    def _check(self, handle: int) -> None:
-        if handle not in self._caches:
-            raise ValueError(
-                f"Cache {handle!r} is not here: it was dropped, or is no handle of this target. Make one with new_cache()."
-            )
-
-    def new(self) -> int:
-        return self._add(KVCache(self.shape))
-
-    def fork(self, handle: int) -> int:
-        return self._add(self[handle].fork())
-
-    def drop(self, handle: int) -> None:
-        self._check(handle)
-        del self._caches[handle]
-
-    def _add(self, cache: KVCache) -> int:
-        handle = self._next_handle
-        self._next_handle += 1
-        self._caches[handle] = cache
-        return handle
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(cache.capacity for cache in self._caches.values()) * self.shape.token_bytes
+    def load(self, tensors: Mapping[str, torch.Tensor], length: int) -> None:
+        """Become what was saved at this length, under this policy. ValueError for tensors that are not that."""
+        shape = self._shape
+        if set(tensors) != {"keys", "values"}:
+            raise ValueError(f"The saved tensors are {sorted(tensors)}; a cache has keys and values.")
+        num_rows = tensors["keys"].shape[2] if tensors["keys"].dim() == 4 else -1
+        for name, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+            expected = (shape.num_layers, shape.num_kv_heads, num_rows, dim)
+            if tuple(tensors[name].shape) != expected or tensors[name].dtype != shape.dtype:
+                raise ValueError(
+                    f"The saved {name} are {tensors[name].dtype} of shape {list(tensors[name].shape)}; "
+                    f"this target's are {shape.dtype} of shape {list(expected)}, and as many rows as there are keys."
+                )
+        dropped, unseen = length - num_rows, self._num_unseen(length)
+        if not 0 <= dropped <= unseen:
+            raise ValueError(f"{num_rows} rows of K/V were saved; {length} tokens need {length - unseen} to {length} of them.")
+        self.length, self.dropped = length, dropped
+        self.keys, self.values = self._allocate(capacity_for(num_rows))
+        self.keys[:, :, :num_rows] = tensors["keys"]
+        self.values[:, :, :num_rows] = tensors["values"]

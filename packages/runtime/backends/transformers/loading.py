@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from runtime.backends.base import TargetInfo
+from runtime.backends.transformers.pool import ContiguousPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
 from runtime.config import BackendConfig, Dtype, ModelConfig
@@ -52,7 +53,7 @@ def build(model: PreTrainedModel, *, name: str, fingerprint: str, eos_token_ids:
         dtype=str(shape.dtype).removeprefix("torch."),
         device=str(shape.device),
     )
-    return TransformersTarget(model, info, shape, embedding, lm_head)
+    return TransformersTarget(model, info, ContiguousPool(shape), embedding, lm_head)
 
 
 def choose_device(device: str) -> torch.device:

@@ -1,7 +1,8 @@
 """One trial forward of a freshly loaded model, to learn how it attends and to refuse what we would compute wrongly.
 
 A model is taken if every decoder layer calls our attention exactly once, with keys and values of one shape, and asks for
-nothing beyond scaling, grouped heads and a sliding window. Everything else is a ModelError that names what stood in the way.
+nothing beyond scaling, grouped heads, a sliding window and a soft cap. Everything else is a ModelError that names what stood
+in the way.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def probing_attention(
         raise ModelError(
             f"{type(module).__name__} does not hand keyword arguments to its attention; this model cannot be served."
         )
-    refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    refused = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
     if attention_mask is not None:
         refused.append("attention_mask")
     groups = query.shape[1] // key.shape[1]

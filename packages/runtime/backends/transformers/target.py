@@ -1,25 +1,26 @@
 """`TransformersTarget`: a Hugging Face decoder with our own K/V, many sessions in one forward.
 
 The segments of a forward lie along one row [1, T] with explicit positions; our attention function keeps them apart. Hooks on
-three decoder layers and on the base model take the hidden states out of the same forward. Knows no sessions, no drafter and
-no sampling; loading and refusing models is done elsewhere (`loading`, `probe`).
+three decoder layers and on the base model take the hidden states out of the same forward. Where the K/V lives and how a
+forward attends to it is the pool's (`pool`); loading and refusing models is done elsewhere (`loading`, `probe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from runtime.backends.base import Segment, SegmentOutput, TargetInfo
+from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
 from runtime.backends.segments import check_segment, depths
 from runtime.backends.transformers import attention
-from runtime.backends.transformers.attention import BATCH, RaggedBatch, SegmentPlan
-from runtime.backends.transformers.cache import KVPool, KVShape
+from runtime.backends.transformers.attention import BATCH, RaggedBatch
+from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import decoder_layers
+from runtime.types import CachePolicy
 
 
 class TransformersTarget:
@@ -29,9 +30,9 @@ class TransformersTarget:
     """
 
     def __init__(
-        self, model: PreTrainedModel, info: TargetInfo, shape: KVShape, embedding: torch.Tensor, lm_head: torch.Tensor
+        self, model: PreTrainedModel, info: TargetInfo, pool: KVPool, embedding: torch.Tensor, lm_head: torch.Tensor
     ) -> None:
-        self._model, self._info, self._pool = model, info, KVPool(shape)
+        self._model, self._info, self._pool = model, info, pool
         self._embedding, self._lm_head = embedding, lm_head
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
         attention.register()
@@ -53,8 +54,8 @@ class TransformersTarget:
     def lm_head(self) -> torch.Tensor:
         return self._lm_head
 
-    def new_cache(self) -> int:
-        return self._pool.new()
+    def new_cache(self, policy: CachePolicy = FULL) -> int:
+        return self._pool.new(policy)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -62,45 +63,45 @@ class TransformersTarget:
         if not segments:
             return []
         self._check(segments)
-        positions: list[int] = []
-        plans: list[SegmentPlan] = []
-        for segment in segments:
-            cache = self._pool[segment.cache]
-            size = len(segment.token_ids)
-            cache.reserve(size)
-            plans.append(SegmentPlan(cache, len(positions), segment.parents, size))
-            positions.extend(cache.length + depth for depth in depths(segment.parents, size))
-        batch = RaggedBatch(plans)
-        logits = self._run(batch, [token for segment in segments for token in segment.token_ids], positions, segments)
-        for segment in segments:
-            size = len(segment.token_ids)
-            self._pool[segment.cache].parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)
+        batch = RaggedBatch(self._pool.begin(segments))
+        logits = self._run(batch, segments)
+        self._pool.end(segments)
         return self._split(batch, logits, segments)
 
     @torch.inference_mode()
     def commit(self, cache: int, rows: Sequence[int]) -> None:
-        self._pool[cache].commit(rows)
+        self._pool.commit(cache, rows)
 
     def truncate(self, cache: int, length: int) -> None:
-        self._pool[cache].truncate(length)
+        self._pool.truncate(cache, length)
 
     @torch.inference_mode()
-    def fork(self, cache: int) -> int:
-        return self._pool.fork(cache)
+    def fork(self, cache: int, length: int | None = None) -> int:
+        return self._pool.fork(cache, length)
 
     def drop(self, cache: int) -> None:
         self._pool.drop(cache)
 
     def length(self, cache: int) -> int:
-        return self._pool[cache].length
+        return self._pool.length(cache)
 
-    def cache_bytes(self, num_tokens: int = 0) -> int:
-        return self._pool.shape.bytes_for(num_tokens) if num_tokens else self._pool.num_bytes
+    def dropped(self, cache: int) -> int:
+        return self._pool.dropped(cache)
+
+    def save(self, cache: int) -> dict[str, torch.Tensor]:
+        return self._pool.save(cache)
+
+    @torch.inference_mode()
+    def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int:
+        return self._pool.restore(tensors, length, policy)
+
+    def cache_bytes(self, num_tokens: int = 0, policy: CachePolicy = FULL) -> int:
+        return self._pool.bytes_for(num_tokens, policy) if num_tokens else self._pool.num_bytes()
 
     def _check(self, segments: Sequence[Segment]) -> None:
         seen: set[int] = set()
         for segment in segments:
-            length = self._pool[segment.cache].length
+            length = self._pool.length(segment.cache)
             if segment.cache in seen:
                 raise ValueError(f"Cache {segment.cache} occurs twice in one forward; give each sequence one segment.")
             seen.add(segment.cache)
@@ -109,16 +110,17 @@ class TransformersTarget:
             if end > self._info.max_positions:
                 raise ValueError(f"Cache {segment.cache} would reach {end} tokens; this model takes {self._info.max_positions}.")
 
-    def _run(
-        self, batch: RaggedBatch, token_ids: list[int], positions: list[int], segments: Sequence[Segment]
-    ) -> torch.Tensor | None:
+    def _run(self, batch: RaggedBatch, segments: Sequence[Segment]) -> torch.Tensor | None:
         """Run the model; returns logits [sum of num_logits, V] float32, or None if no row asks for any."""
         device = self._pool.shape.device
-        rows = [
-            row
-            for plan, segment in zip(batch.plans, segments, strict=True)
-            for row in range(plan.end - segment.num_logits, plan.end)
-        ]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for segment in segments:
+            length = self._pool.length(segment.cache)
+            token_ids.extend(segment.token_ids)
+            positions.extend(length + depth for depth in depths(segment.parents, len(segment.token_ids)))
+            rows.extend(range(len(token_ids) - segment.num_logits, len(token_ids)))
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([token_ids], device=device),  # [1, T]
             "position_ids": torch.tensor([positions], device=device),  # [1, T]
@@ -137,8 +139,13 @@ class TransformersTarget:
         hidden = batch.hidden(self._info.aux_layer_ids)
         if logits is None:
             logits = torch.empty(0, self._info.vocab_size, device=hidden.last.device)
-        by_segment = torch.split(logits, [segment.num_logits for segment in segments])
-        return [SegmentOutput(rows, hidden[plan.start : plan.end]) for rows, plan in zip(by_segment, batch.plans, strict=True)]
+        outputs: list[SegmentOutput] = []
+        start = 0
+        for segment, rows in zip(segments, torch.split(logits, [segment.num_logits for segment in segments]), strict=True):
+            end = start + len(segment.token_ids)
+            outputs.append(SegmentOutput(rows, hidden[start:end]))
+            start = end
+        return outputs
 
 
 def _take_aux(layer_id: int) -> Any:

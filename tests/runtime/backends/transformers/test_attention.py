@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.backends.segments import ancestry
-from runtime.backends.transformers.attention import RaggedBatch, SegmentPlan
 from runtime.backends.transformers.cache import KVCache, KVShape
+from runtime.backends.transformers.contiguous import ContiguousAttention, SegmentPlan
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=6, dtype=torch.float32, device=torch.device("cpu"))
 NUM_HEADS = 6
@@ -61,7 +61,7 @@ def test_attention_of_segments_is_its_definition(length: int, window: int | None
         start += SIZES[name]
     q, k = torch.randn(NUM_HEADS, start, 8), torch.randn(2, start, 8)
     v = torch.randn(2, start, 6)
-    out = RaggedBatch(plans).attend(1, q, k, v, 0.5, window)
+    out = ContiguousAttention(plans)(1, q, k, v, 0.5, window, None)
     assert out.shape == (1, start, NUM_HEADS, 6)
     for plan, cache, parents in zip(plans, caches, TREES.values(), strict=True):
         columns = slice(plan.start, plan.end)

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from runtime.backends.transformers.cache import CHUNK_TOKENS, KVCache, KVPool, KVShape, capacity_for
+from runtime.backends.base import FULL
+from runtime.backends.transformers.cache import BLOCK_TOKENS, KVCache, KVShape, capacity_for
+from runtime.backends.transformers.pool import ContiguousPool
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, key_dim=4, value_dim=6, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -29,22 +31,22 @@ def committed(cache: KVCache) -> list[float]:
 
 def test_growth_keeps_what_was_committed() -> None:
     cache = KVCache(SHAPE)
-    write(cache, list(range(CHUNK_TOKENS)))
-    cache.commit(range(CHUNK_TOKENS))
-    assert cache.capacity == CHUNK_TOKENS
+    write(cache, list(range(BLOCK_TOKENS)))
+    cache.commit(range(BLOCK_TOKENS))
+    assert cache.capacity == BLOCK_TOKENS
     write(cache, [7.0])
     cache.commit([0])
-    assert cache.capacity == 2 * CHUNK_TOKENS
-    assert committed(cache) == [*range(CHUNK_TOKENS), 7.0]
+    assert cache.capacity == 2 * BLOCK_TOKENS
+    assert committed(cache) == [*range(BLOCK_TOKENS), 7.0]
 
 
 def test_capacity_grows_by_whole_chunks_and_geometrically() -> None:
     capacities = sorted({capacity_for(num_tokens) for num_tokens in range(0, 20_000, 7)})
-    assert capacities[:3] == [0, CHUNK_TOKENS, 2 * CHUNK_TOKENS]
+    assert capacities[:3] == [0, BLOCK_TOKENS, 2 * BLOCK_TOKENS]
     assert len(capacities) < 30
     for smaller, larger in itertools.pairwise(capacities[1:]):
-        assert larger % CHUNK_TOKENS == 0
-        assert larger - smaller <= max(smaller / 4, CHUNK_TOKENS)
+        assert larger % BLOCK_TOKENS == 0
+        assert larger - smaller <= max(smaller / 4, BLOCK_TOKENS)
     assert all(capacity_for(capacity) == capacity for capacity in capacities)
 
 
@@ -66,15 +68,15 @@ def test_a_path_is_moved_together() -> None:
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
-    pool = KVPool(SHAPE)
-    for num_tokens in (1, CHUNK_TOKENS, CHUNK_TOKENS + 1):
-        write(pool[pool.new()], [0.0] * num_tokens)
+    pool = ContiguousPool(SHAPE)
+    for num_tokens in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1):
+        write(pool[pool.new(FULL)], [0.0] * num_tokens)
     held = sum(tensor.nbytes for handle in range(3) for tensor in (pool[handle].keys, pool[handle].values))
-    assert pool.num_bytes == held == sum(SHAPE.bytes_for(num_tokens) for num_tokens in (1, CHUNK_TOKENS, CHUNK_TOKENS + 1))
+    assert pool.num_bytes() == held == sum(SHAPE.bytes_for(num_tokens) for num_tokens in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1))
 
 
 def test_pools_are_apart() -> None:
-    first, second = KVPool(SHAPE), KVPool(SHAPE)
-    handle = first.new()
+    first, second = ContiguousPool(SHAPE), ContiguousPool(SHAPE)
+    handle = first.new(FULL)
     with pytest.raises(ValueError, match="is not here"):
         second.drop(handle)

@@ -37,7 +37,6 @@ def test_learns_the_shape_of_keys_and_values() -> None:
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 REFUSED = {
-    "softcap": ("gemma2", {"head_dim": 8}, "Layer 0 of Gemma2ForCausalLM attends with softcap"),
     "sinks": ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "attends with s_aux"),
     "recurrent layers": ("mamba", {}, r"MambaForCausalLM has layers of kind \['linear_attention'\]"),
     "chunked attention": ("llama4_text", {"head_dim": 8}, r"has layers of kind \['chunked_attention'\]"),

@@ -17,6 +17,7 @@ from typing import Literal
 from runtime.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
+SessionState = Literal["idle", "reserved", "generating"]  # reserved: for the caller of open_session, until it generates
 
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
@@ -217,7 +218,7 @@ class SessionOptions:
 @dataclass(frozen=True)
 class SessionInfo:
     session_id: str
-    state: Literal["idle", "generating"]
+    state: SessionState
     history_length: int
     cached_tokens: int
     options: SessionOptions

@@ -18,7 +18,9 @@
     '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
        |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
        |- FeatureBudgetExceeded            the store is full
-       '- LeaseLost                        rows that this run leased are not its own any more; `sample_ids` names them
+       |- LeaseLost                        rows that this run leased are not its own any more; `sample_ids` names them
+       |- ProducerFailed                   what made the rows of a run broke off; what it had published was handed out
+       '- ProducerLeaked                   its thread did not end when it was asked to
 """
 
 from __future__ import annotations
@@ -144,3 +146,23 @@ class LeaseLost(FeatureError):
             "go back to the latest checkpoint and lease again, with more frequent heartbeats or a longer time-out."
         )
         self.sample_ids = sample_ids
+
+
+class ProducerFailed(FeatureError):
+    reason = "PRODUCER_FAILED"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"The producer of training rows failed: {why.rstrip('.')}. What it published before was handed out, and the run is "
+            "not finished; start it again, and it goes on from its latest checkpoint."
+        )
+
+
+class ProducerLeaked(FeatureError):
+    reason = "PRODUCER_LEAKED"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"The producer's thread is still running {timeout_s:g} s after it was asked to stop, and keeps what it has. End this "
+            "process; if the producer only needs longer, raise producer.join_timeout_s."
+        )

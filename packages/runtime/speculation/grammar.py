@@ -75,7 +75,9 @@ def _source(grammar: Grammar) -> str:
         raise InvalidRequest("grammar", f"The JSON schema is not valid JSON: {error}.") from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("grammar", f"A JSON schema is an object or a boolean, not {type(schema).__name__}.")
-    return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_STYLE)
+    if isinstance(schema, dict):
+        schema.pop("x-guidance", None)  # the engine's own settings, among them one that ignores what it cannot enforce
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE)
 
 
 def _first_line(text: str) -> str:

@@ -96,6 +96,7 @@ def test_ids_without_a_token_are_never_allowed(grammars: Grammars, tokenizer: To
     [
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"not": {"type": "string"}}', "not"),
+        ("json_schema", '{"not": {"type": "string"}, "x-guidance": {"lenient": true}}', "not"),
         ("json_schema", '{"type": "strin"}', "strin"),
         ("json_schema", '{"$ref": "http://example.com/x"}', "example.com"),
         ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "regex"),

@@ -6,7 +6,7 @@ ones read-only. Paths that are None are derived from `state_dir` by `runtime.mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import Any, cast
 
@@ -27,6 +27,17 @@ class Dtype(Choice):
     AUTO = "auto"  # float32 on CPU, bfloat16 on CUDA
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+class StoreKind(Choice):
+    MEMORY = "memory"  # of this process: rows die with it
+    DIRECTORY = "directory"  # files of features.root, shared by processes of one machine
+    MOONCAKE = "mooncake"  # a Mooncake pool, shared by machines
+
+
+class PoolProtocol(Choice):
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class DrafterKind(Choice):
@@ -135,9 +146,34 @@ class CaptureConfig:
 
 
 @dataclass
+class MooncakeConfig:
+    """How this process joins a Mooncake pool."""
+
+    master: str = "127.0.0.1:50052"
+    metadata: str = "http://127.0.0.1:8080/metadata"
+    host: str = "127.0.0.1"  # this machine, as the pool's other members reach it
+    protocol: PoolProtocol = PoolProtocol.TCP
+    rdma_devices: str = ""
+    segment_mib: int = 0  # memory lent to the pool for as long as this process lives; 0: others lend theirs
+
+    def __post_init__(self) -> None:
+        require(":" in self.master, "features.mooncake.master", self.master, "an address such as 10.0.0.1:50052")
+        require(
+            "://" in self.metadata,
+            "features.mooncake.metadata",
+            self.metadata,
+            "an address such as http://10.0.0.1:8080/metadata",
+        )
+        require(bool(self.host.strip()), "features.mooncake.host", self.host, "an address of this machine")
+        require(self.segment_mib >= 0, "features.mooncake.segment_mib", self.segment_mib, "0 or more")
+
+
+@dataclass
 class FeaturesConfig:
-    root: str | None = None  # directory of rows and ledger; None: <state_dir>/features
+    store: StoreKind = StoreKind.DIRECTORY
+    root: str | None = None  # directory of ledger, index and rows; None: <state_dir>/features
     budget_mib: int = 4096  # rows beyond it are shed
+    mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
     def __post_init__(self) -> None:
         require_directory("features.root", self.root)

@@ -26,7 +26,7 @@ from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError, DrafterRejected
 from runtime.features.ledger import Ledger
 from runtime.features.plane import open_feature_plane
-from runtime.features.store import LocalDirectoryStore
+from runtime.features.store import FeatureStore
 from runtime.features.tap import FeatureTap
 from runtime.models import ResolvedModel, Tokenizer, resolve
 from runtime.registry import Registry, VersionRecord, VersionState, validate
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Capture:
     """The feature plane that this server writes to."""
 
-    store: LocalDirectoryStore
+    store: FeatureStore
     ledger: Ledger
     tap: FeatureTap
 
@@ -110,7 +110,7 @@ def assemble(config: ServingConfig, run_id: str, on_swap: Callable[[float], None
 
 
 def _capture(config: ServingConfig, target: Target, run_id: str) -> Capture:
-    store, ledger = open_feature_plane(config.features_path, config.features.budget_mib * 2**20)
+    store, ledger = open_feature_plane(config.features_path, config.features)
     return Capture(store, ledger, FeatureTap(store, ledger, config.capture, run_id=run_id, target_info=target.info))
 
 

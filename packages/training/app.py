@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from safetensors import SafetensorError
 
-from runtime.config import require
+from runtime.config import StoreKind, require
 from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.plane import open_feature_plane
@@ -80,7 +80,9 @@ def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Prog
     features, published = config.features.root, config.registry.root
     features_root = state_dir / "features" if features is None else absolute("features.root", features)
     registry = Registry(state_dir / "registry" if published is None else absolute("registry.root", published))
-    store, ledger = open_feature_plane(features_root, config.features.budget_mib << 20)
+    is_shared = config.features.store is not StoreKind.MEMORY
+    require(is_shared, "features.store", config.features.store.value, "directory or mooncake: no other process reads a memory")
+    store, ledger = open_feature_plane(features_root, config.features)
     logger.info("%s: rows from %s, run in %s, versions to %s", target.name, features_root, run_dir, registry.root)
     start = starting_drafter(config.trainer.init, registry, target)
     check = row_check(target)

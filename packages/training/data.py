@@ -196,7 +196,7 @@ class OnlineStream:
             if len(rows) == num_rows:
                 break
             try:
-                rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)))
+                rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)[0]))
             except FeatureError as error:
                 logger.log(logging.DEBUG if isinstance(error, FeatureNotFound) else logging.WARNING, "not replayed: %s", error)
                 del self._replay[name]
@@ -297,7 +297,7 @@ def read_row(store: FeatureStore, ref: SampleRef, check: Check) -> TrainingRow:
     reason = check(ref)
     if reason is not None:
         raise FeatureError(reason)
-    features = store.get(ref)
+    features, _ = store.get(ref)
     if not (features.hidden.aux.isfinite().all() and features.hidden.last.isfinite().all()):
         raise FeatureError("it holds states that are not finite")
     if not len(supervised(features.generated)[0]):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ModelConfig
+from runtime.config import FeaturesConfig, ModelConfig
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.features.plane import open_feature_plane
 from runtime.features.refs import SampleMeta
@@ -103,7 +103,7 @@ class State:
         self.root = root
         self.model = model
         self.target = target
-        self.store, self.ledger = open_feature_plane(root / "features", 1 << 30)
+        self.store, self.ledger = open_feature_plane(root / "features", FeaturesConfig(budget_mib=1024))
         generator = torch.Generator().manual_seed(99)
         self.cycle = torch.randperm(target.vocab_size, generator=generator)[:CYCLE].tolist()
         self.channels = torch.randn(target.vocab_size, 3 * target.hidden_size, generator=generator)

@@ -4,11 +4,13 @@
 on which, and a `SampleRef` is all that travels between them.
 """
 
+from runtime.features.directory import LocalDirectoryStore
 from runtime.features.ledger import Checkpoint, Ledger, SampleState
+from runtime.features.memory import MemoryStore
 from runtime.features.plane import collect_garbage, make_room, open_feature_plane
 from runtime.features.refs import FeatureSpec, SampleMeta, SampleRef, refuse_tensors
 from runtime.features.row import FeatureRow
-from runtime.features.store import FeatureStore, LocalDirectoryStore, StoreHealth
+from runtime.features.store import FeatureStore, Handle, Lease, StoreHealth, open_store
 from runtime.features.tap import CapturedTurn, FeatureTap, Outcome, Tap
 
 __all__ = [
@@ -18,8 +20,11 @@ __all__ = [
     "FeatureSpec",
     "FeatureStore",
     "FeatureTap",
+    "Handle",
+    "Lease",
     "Ledger",
     "LocalDirectoryStore",
+    "MemoryStore",
     "Outcome",
     "SampleMeta",
     "SampleRef",
@@ -29,5 +34,6 @@ __all__ = [
     "collect_garbage",
     "make_room",
     "open_feature_plane",
+    "open_store",
     "refuse_tensors",
 ]

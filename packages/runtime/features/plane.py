@@ -1,8 +1,9 @@
 """The feature plane of one directory: a store and a ledger that know of each other, and what needs both.
 
-    store, ledger = open_feature_plane(Path("state/features"), budget_bytes=4 << 30)
+    store, ledger = open_feature_plane(Path("state/features"), FeaturesConfig())
 
-Layout: <root>/rows/*.safetensors, <root>/store.sqlite (the store's index), <root>/ledger.sqlite.
+Layout: <root>/ledger.sqlite; of a directory store <root>/rows/*.safetensors too, and of all but memory <root>/store.sqlite,
+the store's index.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from pathlib import Path
 
 import torch
 
+from runtime.config import FeaturesConfig
 from runtime.features.ledger import Ledger
-from runtime.features.store import FeatureStore, LocalDirectoryStore
+from runtime.features.store import FeatureStore, open_store
 
 HOLD_AGE_S = 900.0  # what is younger may still be on its way from the store to the ledger
 
 
-def open_feature_plane(
-    root: Path, budget_bytes: int, *, dtype: torch.dtype = torch.bfloat16
-) -> tuple[LocalDirectoryStore, Ledger]:
+def open_feature_plane(root: Path, config: FeaturesConfig, *, dtype: torch.dtype = torch.bfloat16) -> tuple[FeatureStore, Ledger]:
     """Open, or make, the feature plane under root; dtype is what hidden states are stored in. Any number of processes may
-    do so at once."""
-    store = LocalDirectoryStore(root, budget_bytes, dtype=dtype)
+    do so at once, and all see the same rows unless their store is in memory."""
+    store = open_store(config, root, dtype=dtype)
     return store, Ledger(Path(root) / "ledger.sqlite", exists=store.exists)
 
 

@@ -23,11 +23,16 @@ from runtime.features import (
     LocalDirectoryStore,
     SampleMeta,
     SampleRef,
-    open_feature_plane,
 )
 from runtime.hidden_states import HiddenStates
 
 HIDDEN_SIZE = 8
+
+
+def plane_of(root: Path, budget_bytes: int) -> tuple[LocalDirectoryStore, Ledger]:
+    """A plane whose budget is a few rows."""
+    store = LocalDirectoryStore(root, budget_bytes)
+    return store, Ledger(root / "ledger.sqlite", exists=store.exists)
 
 
 def _hidden(num_positions: int, seed: int) -> HiddenStates:
@@ -102,8 +107,13 @@ def target_info() -> TargetInfo:
 
 
 @pytest.fixture
+def make_plane() -> Callable[[Path, int], tuple[LocalDirectoryStore, Ledger]]:
+    return plane_of
+
+
+@pytest.fixture
 def plane(tmp_path: Path) -> Iterator[tuple[LocalDirectoryStore, Ledger]]:
-    store, ledger = open_feature_plane(tmp_path / "features", 1 << 24)
+    store, ledger = plane_of(tmp_path / "features", 1 << 24)
     yield store, ledger
     store.close()
     ledger.close()

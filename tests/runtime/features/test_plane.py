@@ -20,7 +20,6 @@ from runtime.features import (
     SampleRef,
     collect_garbage,
     make_room,
-    open_feature_plane,
 )
 
 MakeRow = Callable[..., FeatureRow]
@@ -31,10 +30,11 @@ Plane = tuple[LocalDirectoryStore, Ledger]
 TRAINER = """
 import json, os, sys, time
 from pathlib import Path
+from runtime.config import FeaturesConfig
 from runtime.features import open_feature_plane
 
 root, stop_at = Path(sys.argv[1]), sys.argv[2]
-store, ledger = open_feature_plane(root / "features", 1 << 24)
+store, ledger = open_feature_plane(root / "features", FeaturesConfig())
 
 def reach(point):
     if point == stop_at:
@@ -52,7 +52,7 @@ ledger._database._connection.set_trace_callback(
 while refs := ledger.lease("run", 3, 600):
     reach("after the lease")
     for ref in refs:
-        assert store.get(ref).num_tokens == 12
+        assert store.get(ref)[0].num_tokens == 12
         weights.append(ref.sample_id)
     reach("after training")
     path = root / f"checkpoint-{os.getpid()}-{step + 1}.json"
@@ -124,10 +124,12 @@ def test_a_trainer_killed_at_random_again_and_again(
     _assert_each_row_counts_once(plane, refs)
 
 
-def test_room_is_made_from_the_oldest_trained_rows_only(tmp_path: Path, make_row: MakeRow, make_meta: MakeMeta) -> None:
+def test_room_is_made_from_the_oldest_trained_rows_only(
+    tmp_path: Path, make_row: MakeRow, make_meta: MakeMeta, make_plane: Callable[[Path, int], Plane]
+) -> None:
     measure = LocalDirectoryStore(tmp_path / "measure", 1 << 20)
     size = measure.put(make_meta("s0"), make_row()).num_bytes
-    store, ledger = open_feature_plane(tmp_path / "features", 5 * size)
+    store, ledger = make_plane(tmp_path / "features", 5 * size)
     refs = _fill((store, ledger), make_row, make_meta, 4)
     held_out = store.put(make_meta("h0"), make_row())
     ledger.commit(held_out, "heldout")

@@ -25,7 +25,6 @@ from runtime.features import (
     LocalDirectoryStore,
     SampleMeta,
     Tap,
-    open_feature_plane,
 )
 from runtime.hidden_states import HiddenStates
 
@@ -49,7 +48,7 @@ def _nonzero(tap: FeatureTap) -> dict[str, int]:
 
 def _rows(plane: Plane) -> list[FeatureRow]:
     store, ledger = plane
-    return [store.get(ref) for ref in ledger.lease("reader", 99, 600)]
+    return [store.get(ref)[0] for ref in ledger.lease("reader", 99, 600)]
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:
@@ -82,7 +81,7 @@ def test_a_turn_becomes_a_row(plane: Plane, target_info: TargetInfo, make_turn: 
         assert protocol.offer(turn) is True
     store, ledger = plane
     [ref] = ledger.lease("reader", 9, 60)
-    row, hidden = store.get(ref), HiddenStates.concat(turn.hidden)
+    row, hidden = store.get(ref)[0], HiddenStates.concat(turn.hidden)
     assert row.token_ids.tolist() == list(turn.token_ids)
     assert row.generated.tolist() == list(turn.generated)
     assert torch.equal(row.hidden.aux, hidden.aux.bfloat16())
@@ -179,11 +178,13 @@ def test_held_out_rows_are_set_aside(plane: Plane, target_info: TargetInfo, make
     assert _nonzero(tap) == {"offered": 60, "captured": 60}
 
 
-def test_the_split_does_not_depend_on_the_run(tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+def test_the_split_does_not_depend_on_the_run(
+    tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn, make_plane: Callable[[Path, int], Plane]
+) -> None:
     """The same traffic through the same server twice gives the same rows and the same split."""
     seen = []
     for name in ("one", "two"):
-        plane = open_feature_plane(tmp_path / name, 1 << 24)
+        plane = make_plane(tmp_path / name, 1 << 24)
         with tapping(plane, target_info, CaptureConfig(heldout_fraction=0.3)) as tap:
             for index in range(20):
                 tap.offer(make_turn(f"s{index}"))
@@ -339,12 +340,16 @@ def test_the_queue_is_bounded_in_bytes_too(plane: Plane, target_info: TargetInfo
 
 
 def test_the_budget_sheds_only_when_nothing_trained_is_left(
-    tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn, make_meta: Callable[..., SampleMeta]
+    tmp_path: Path,
+    target_info: TargetInfo,
+    make_turn: MakeTurn,
+    make_meta: Callable[..., SampleMeta],
+    make_plane: Callable[[Path, int], Plane],
 ) -> None:
-    with tapping(open_feature_plane(tmp_path / "measure", 1 << 20), target_info) as tap:
+    with tapping(make_plane(tmp_path / "measure", 1 << 20), target_info) as tap:
         tap.offer(make_turn("m"))
     size = tap._store.used_bytes()
-    store, ledger = plane = open_feature_plane(tmp_path / "real", 4 * size + 600)
+    store, ledger = plane = make_plane(tmp_path / "real", 4 * size + 600)
     with tapping(plane, target_info) as tap:
         for index in range(7):
             tap.offer(make_turn(f"s{index}"))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # name -> module with `load(backend, model, resolved) -> Target`
 BACKENDS = {
+    "mlx": "runtime.backends.mlx.loading",
     "transformers": "runtime.backends.transformers.loading",
 }
 

@@ -1,7 +1,7 @@
 """`Drafter`: proposes tokens that the target then verifies. A drafter can only change speed, never output.
 
 The engine calls `propose` once a step for all sequences together. Each request brings what became history since the last
-call (so a drafter with state catches up) and asks for a chain of up to `depth` tokens; depth 0 only catches up.
+call (so a drafter with state catches up) and asks for a chain or a tree of up to `depth` levels; depth 0 only catches up.
 
 Alignment: aux[p] (the target's state at position p) pairs with token x[p+1]; the first proposal after the last pair
 (aux[p], x[p+1]) is a guess of x[p+2].
@@ -24,7 +24,7 @@ class DraftRequest:
     history: Sequence[int]  # all committed tokens x[0 .. p+m], the token just sampled included
     depth: int
     temperature: float = 0.0  # 0: propose the most likely; else sample each draft from softmax(logits / temperature)
-    generator: torch.Generator | None = None  # the request's own; required when temperature > 0
+    uniforms: torch.Tensor | None = None  # float64 [depth] on the CPU, to draw draft k with; required when temperature > 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,32 @@ class Draft:
     token_ids: list[int]
     probs: list[SparseProbs] | None = None
     parents: list[int] | None = None  # [i] < i: node i's parent, -1: the last token of the history; None: a chain
+
+    @property
+    def lineage(self) -> Sequence[int]:
+        """[i]: node i's parent, of a chain too."""
+        return range(-1, len(self.token_ids) - 1) if self.parents is None else self.parents
+
+    def children(self) -> list[list[int]]:
+        """[i + 1]: the children of node i, [0]: of the last token of the history; in order of drawing."""
+        children: list[list[int]] = [[] for _ in range(len(self.token_ids) + 1)]
+        for node, parent in enumerate(self.lineage):
+            children[parent + 1].append(node)
+        return children
+
+    def depths(self) -> list[int]:
+        """Of each node, 0 right behind the history."""
+        depths: list[int] = []
+        for parent in self.lineage:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def paths(self) -> list[list[int]]:
+        """[i + 1]: the tokens from the history to node i, its own included; [0]: none."""
+        paths: list[list[int]] = [[]]
+        for node, parent in enumerate(self.lineage):
+            paths.append([*paths[parent + 1], self.token_ids[node]])
+        return paths
 
 
 class Drafter(Protocol):

@@ -124,11 +124,11 @@ def _snapshot(model: Eagle3Model) -> Eagle3Model:
 
 
 def _uniforms(request: DraftRequest) -> torch.Tensor | None:
-    """The request's own random numbers, as many as the drafts it asked for, float64 [depth]; None: nothing to draw."""
+    """The numbers to draw this request's drafts with, float64 [depth]; None: nothing to draw."""
     if request.temperature <= 0.0 or not request.depth:
         return None
-    assert request.generator is not None, "sampled drafts need the request's generator"
-    return torch.rand(request.depth, generator=request.generator, dtype=torch.float64)
+    assert request.uniforms is not None, "sampled drafts need a number each"
+    return request.uniforms
 
 
 def _attend_ahead(chains: Sequence[_Chain], depth: int) -> Attend:

@@ -19,7 +19,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.grammar import GrammarState
-from runtime.speculation.sampling import Processor, new_generator, token_logprobs
+from runtime.speculation.sampling import Processor, Uniforms, token_logprobs
 from runtime.speculation.stops import StopMatcher
 from runtime.types import (
     Done,
@@ -64,7 +64,7 @@ class Request:
         self.error: Exception | None = None
         self.matched_stop: str | int | None = None
         self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device), grammar)
-        self.generator = new_generator(params.seed)
+        self._uniforms = None if params.is_greedy else Uniforms(params.seed)
         self._request_id = request_id or uuid.uuid4().hex
         self._on_event = on_event
         self._cancelled = threading.Event()
@@ -93,6 +93,14 @@ class Request:
     @property
     def num_remaining(self) -> int:
         return self.max_tokens - self.num_emitted
+
+    def drafting(self, num_places: int) -> torch.Tensor | None:
+        """The numbers to draft the next tokens with, float64 [num_places]; None: greedy."""
+        return None if self._uniforms is None else self._uniforms.at(self.num_emitted, num_places)[:, 0]
+
+    def judging(self, num_places: int) -> torch.Tensor | None:
+        """The numbers to judge them with, float64 [num_places]; None: greedy."""
+        return None if self._uniforms is None else self._uniforms.at(self.num_emitted, num_places)[:, 1]
 
     def start(self, drafter_version: str, target_fingerprint: str) -> None:
         self.is_started = True

@@ -11,7 +11,7 @@ Invariant between steps: K/V and kept features of a session cover history[:cache
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +26,8 @@ from runtime.errors import EngineUnavailable, SlipstreamError
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import DraftState, Session
-from runtime.speculation.accept import verify_chain
-from runtime.types import SpeculationStats, Switch
+from runtime.speculation.accept import verify
+from runtime.types import HistoryTruncated, SpeculationStats, Switch
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class Stepper:
         sessions: SessionsConfig,
         tap: Tap | None,
     ) -> None:
-        self.drafter = drafter
+        self.drafter = drafter  # the active one
+        self.drafters = {drafter.version: drafter}  # those that sessions may be pinned to, the active one included
         self._target = target
         self._info = target.info
         self._max_draft_tokens = speculation.max_draft_tokens
@@ -86,6 +87,8 @@ class Stepper:
 
     def _schedule(self, batch: Sequence[Request]) -> list[Work]:
         live = [request for request in batch if not self._end_if_unwanted(request)]
+        for request in live:
+            self._enter(request)
         num_prefilling = sum(_num_pending(request) > 1 for request in live)
         share = max(MIN_PREFILL_TOKENS, self._prefill_chunk_tokens // max(num_prefilling, 1))
         return [self._plan(request, share) for request in live]
@@ -96,13 +99,25 @@ class Stepper:
             return True
         return False
 
-    def _plan(self, request: Request, share: int) -> Work:
-        session = request.session
-        self.holdings.open(session)
+    def _enter(self, request: Request) -> None:
+        """For the first time, or again after it had to wait: what of its history is cached is known from here on."""
+        if request.is_started and request.session.cache is not None:
+            return
+        self.holdings.open(request.session)
         if not request.is_started:
             request.start(self.drafter.version, self._info.fingerprint)
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += request.num_cached_tokens
+        self._tell_dropped(request)
+
+    def _tell_dropped(self, request: Request) -> None:
+        session = request.session
+        if session.dropped and not session.has_told_drop:
+            session.has_told_drop = True
+            request.emit(HistoryTruncated(session.dropped))
+
+    def _plan(self, request: Request, share: int) -> Work:
+        session = request.session
         token_ids = session.history[session.cached : session.cached + share]
         is_last_chunk = session.cached + len(token_ids) == len(session.history)
         return Work(request, token_ids, is_last_chunk, is_decode=is_last_chunk and len(token_ids) == 1 and session.cached > 0)
@@ -141,7 +156,8 @@ class Stepper:
         if session.draft is not None and session.draft.drafter is not self.drafter:
             self.holdings.drop_draft(session)
         if session.draft is None:
-            session.draft = DraftState(self.drafter, self.drafter.new_state())
+            first = session.first_kept
+            session.draft = DraftState(self.drafter, self.drafter.new_state(), position=first, first=first)
         position = min(session.draft.position, session.cached - 1)  # at least the last row, to draft from
         session.draft.position = session.cached
         return DraftRequest(
@@ -151,7 +167,7 @@ class Stepper:
             history=session.history,
             depth=depth,
             temperature=request.params.temperature,
-            generator=request.generator,
+            uniforms=request.drafting(depth),
         )
 
     # --- verify ---
@@ -179,7 +195,7 @@ class Stepper:
         num_taken = 0
         if work.is_last_chunk:
             try:
-                verdict = verify_chain(output.logits, work.draft, request.processor, request.generator)
+                verdict = verify(output.logits, work.draft, request.processor, request.judging(len(work.draft.token_ids) + 1))
             except (SlipstreamError, ValueError) as error:  # unusable logits, or a draft outside its own distribution
                 request.fail(error)
                 return
@@ -190,8 +206,8 @@ class Stepper:
         num_rows = len(work.token_ids) + max(num_taken - 1, 0)  # the last taken token is pending: not computed yet
         assert session.cache is not None
         self._target.commit(session.cache, range(num_rows))
-        session.cached += num_rows
-        session.features.append(HiddenStates(output.hidden.aux[:num_rows].clone(), output.hidden.last[:num_rows].clone()))
+        self.holdings.keep(session, HiddenStates(output.hidden.aux[:num_rows].clone(), output.hidden.last[:num_rows].clone()))
+        self._tell_dropped(request)
         if request.finish_reason is not None:
             self._finish(request)
 
@@ -220,22 +236,48 @@ class Stepper:
             )
         )
 
-    # --- what hangs on a session ---
+    # --- drafters ---
 
-    def swap(self, drafter: Drafter, sessions: Iterable[Session]) -> None:
-        """The pointer switch. Sessions prime the new drafter from their kept features when they next draft."""
+    def swap(self, drafter: Drafter, sessions: Iterable[Session], pinned: Collection[str]) -> None:
+        """The pointer switch. Sessions prime the new drafter from their kept features when they next draft; those that are
+        pinned to the old one keep it."""
+        old = self.drafter
         for session in sessions:
-            self.holdings.drop_draft(session)
-        self.drafter = drafter
+            is_pinned = session.options.drafter_policy.kind == "pinned"
+            if session.draft is not None and session.draft.drafter is old and not is_pinned:
+                self.holdings.drop_draft(session)
+        self.drafter = self.drafters[drafter.version] = drafter
+        if old.version not in pinned:
+            self.forget(old.version)
         self._stats.num_swaps += 1
 
-    def make_room(self, running: Iterable[Request], sessions: Iterable[Session]) -> bool:
-        """Whether the budget holds what these have yet to take: the rest of their history, and the next tokens behind it."""
-        return self.holdings.make_room(sum(map(self._growth_bytes, running)), sessions)
+    def add(self, drafter: Drafter) -> None:
+        """Sessions may be pinned to it from now on, until the last of them has gone."""
+        self.drafters.setdefault(drafter.version, drafter)
+
+    def forget(self, version: str) -> None:
+        """Nobody is pinned to it any more."""
+        if version != self.drafter.version:
+            self.drafters.pop(version, None)
+
+    # --- room ---
+
+    def make_room(self, running: Iterable[Request], sessions: Iterable[Session], *, is_next_step: bool = False) -> bool:
+        """Whether the budget holds what these have yet to take: the rest of their history and the next tokens behind it, or
+        the rows of one step only."""
+        need = self._step_bytes if is_next_step else self._growth_bytes
+        return self.holdings.make_room(sum(map(need, running)), sessions)
 
     def _growth_bytes(self, request: Request) -> int:
         ahead = min(request.num_remaining, self._prefill_chunk_tokens)
         return self.holdings.growth_bytes(request.session, len(request.session.history) + ahead)
+
+    def _step_bytes(self, request: Request) -> int:
+        num_rows = min(_num_pending(request), self._prefill_chunk_tokens) + self._max_draft_tokens
+        return self.holdings.growth_bytes(request.session, request.session.cached + num_rows)
+
+    def awaits_prefix(self, request: Request, running: Iterable[Request]) -> bool:
+        return self.holdings.awaits_prefix(request.session, [other.session for other in running])
 
     def stats(self) -> EngineStats:
         return self._stats.build(self.holdings.kv_bytes, self.holdings.budget_bytes, self.drafter.version)

@@ -1,11 +1,11 @@
-"""From raw logits to the distribution that a request asked for, at every position of a draft chain.
+"""From raw logits to the distribution that a request asked for, at every node of a draft, and the numbers that decide.
 
 Pure mathematics on torch tensors, on any device; no model, no engine. The steps, in this order, each skipped when its
 setting is off:
 
 1. repetition penalty, over prompt + generated tokens: l / r where l > 0, else l * r
 2. presence and frequency penalty, over generated tokens only: l - presence * [count > 0] - frequency * count
-3. logit bias
+3. logit bias, and the grammar: what may not come next is excluded
 4. temperature (0 ends here: the answer is the argmax, lowest id on ties)
 5. top_k: the k best
 6. min_p: those at least min_p times as likely as the best
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.errors import ModelError
+from runtime.speculation.grammar import GrammarState
 from runtime.types import SamplingParams, TokenLogprob
 
 LOWEST_TEMPERATURE = 1e-30  # below it a division would overflow float32; already far beyond greedy
@@ -48,12 +49,12 @@ class TokenCounts:
         self.seen[..., token_id] = True
         self.generated[..., token_id] += 1
 
-    def along(self, token_ids: Sequence[int], first: int, num_rows: int) -> TokenCounts:
-        """A copy with rows: row i has counted token_ids[: first + i] on top. Nothing here changes."""
-        rows = TokenCounts(self.seen.repeat(num_rows, 1), self.generated.repeat(num_rows, 1))
-        for index, token_id in enumerate(token_ids[: first + num_rows - 1]):
-            start = max(index + 1 - first, 0)  # the first row that comes after this token
-            TokenCounts(rows.seen[start:], rows.generated[start:]).add(token_id)
+    def along(self, paths: Sequence[Sequence[int]]) -> TokenCounts:
+        """A copy with a row for each path, whose tokens it has counted on top. Nothing here changes."""
+        rows = TokenCounts(self.seen.repeat(len(paths), 1), self.generated.repeat(len(paths), 1))
+        for row, path in enumerate(paths):
+            for token_id in path:
+                TokenCounts(rows.seen[row], rows.generated[row]).add(token_id)
         return rows
 
 
@@ -67,10 +68,37 @@ def new_generator(seed: int | None) -> torch.Generator:
     return generator
 
 
-def process_logits(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts | None = None) -> torch.Tensor:
+class Uniforms:
+    """One request's random numbers: two in [0, 1) for each place of its output, one to draft a token and one to judge it.
+
+    They depend on the seed and the place alone. A place that is drafted for in several steps sees the same numbers again,
+    which is exact: whether the output reaches it never depends on what was drafted there before.
+    """
+
+    BLOCK = 64  # places drawn at a time: a constant, so that the stream is always cut alike
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = new_generator(seed)
+        self._drawn = torch.empty(0, 2, dtype=torch.float64)
+
+    def at(self, place: int, num_places: int) -> torch.Tensor:
+        """Numbers of places `place` .. place + num_places - 1: float64 [num_places, 2], to draft with and to judge with."""
+        while len(self._drawn) < place + num_places:
+            more = torch.rand(self.BLOCK, 2, generator=self._generator, dtype=torch.float64)
+            self._drawn = torch.cat([self._drawn, more])
+        return self._drawn[place : place + num_places]
+
+
+def process_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    counts: TokenCounts | None = None,
+    allowed: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
     """Apply `params` to raw logits [V] or [R, V], float32; a new tensor, -inf where a token is excluded.
 
     At temperature > 0 the result is shifted so that each row's best is 0. `counts` may be None when no penalty is set.
+    `allowed`: of each row bool [V], what the grammar lets through; None: everything.
     ModelError if a row holds NaN or has no finite best.
     """
     rows = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)  # [R, V], ours from here on
@@ -79,6 +107,9 @@ def process_logits(logits: torch.Tensor, params: SamplingParams, counts: TokenCo
         _penalize(rows, params, counts)
     if params.logit_bias:
         rows[:, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=rows.device)
+    for row, mask in enumerate(allowed or ()):
+        if mask is not None:
+            rows[row].masked_fill_(~mask.to(rows.device), -math.inf)
     best = rows.amax(dim=-1, keepdim=True)  # [R, 1]
     require_finite(best.flatten().tolist())
     if not params.is_greedy:
@@ -174,30 +205,40 @@ class Processor:
     """One request's sampling: its parameters and the statistics of its tokens. Advance it by every token that is kept."""
 
     def __init__(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
+        self.grammar = grammar
         self._counts = TokenCounts.of_prompt(prompt_token_ids, vocab_size, device) if has_penalties(params) else None
-        self._is_plain = self._counts is None and not params.logit_bias
+        self._is_plain = self._counts is None and not params.logit_bias and grammar is None
 
     def advance(self, token_id: int) -> None:
         """Count one token that became part of the output."""
         if self._counts is not None:
             self._counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
 
-    def logits(self, logits: torch.Tensor, draft_ids: Sequence[int] = (), first: int = 0) -> torch.Tensor:
-        """Processed logits of raw rows [R, V]; row i is conditioned on draft_ids[: first + i], tentatively."""
-        counts = None if self._counts is None else self._counts.along(draft_ids, first, logits.shape[0])
-        return process_logits(logits, self.params, counts)
+    def logits(self, logits: torch.Tensor, paths: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """Processed logits of raw rows [R, V]; row i is conditioned on paths[i], tentatively kept tokens. No paths: on none."""
+        paths = paths or [()] * len(logits)
+        counts = None if self._counts is None else self._counts.along(paths)
+        allowed = None if self.grammar is None else [self.grammar.allowed(path) for path in paths]
+        return process_logits(logits, self.params, counts, allowed)
 
-    def probs(self, logits: torch.Tensor, draft_ids: Sequence[int] = (), first: int = 0) -> torch.Tensor:
+    def probs(self, logits: torch.Tensor, paths: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """The distributions [R, V] to sample from (temperature > 0); rows as in `logits`."""
         assert not self.params.is_greedy, "a greedy request has no distribution; use argmax"
-        return self.logits(logits, draft_ids, first).softmax(dim=-1)
+        return self.logits(logits, paths).softmax(dim=-1)
 
-    def argmax(self, logits: torch.Tensor, draft_ids: Sequence[int] = ()) -> list[int]:
+    def argmax(self, logits: torch.Tensor, paths: Sequence[Sequence[int]] = ()) -> list[int]:
         """The best token of each row (temperature 0), lowest id on ties; rows as in `logits`."""
-        rows = logits if self._is_plain else self.logits(logits, draft_ids)
+        rows = logits if self._is_plain else self.logits(logits, paths)
         best, token_ids = rows.max(dim=-1)
         require_finite(best.tolist())
         return [int(token_id) for token_id in token_ids.tolist()]

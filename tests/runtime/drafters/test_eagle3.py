@@ -8,7 +8,7 @@ import torch
 
 from runtime.drafters import DraftRequest, Eagle3Drafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
-from runtime.speculation import new_generator, pick
+from runtime.speculation import Uniforms, pick
 
 V, VD, H = 40, 24, 16
 MAX_POSITIONS = 300
@@ -44,6 +44,10 @@ def causal(q, k, v):
     scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
     scores += torch.full(scores.shape[1:], -math.inf).triu(1)
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+
+
+def numbers(seed, depth):
+    return Uniforms(seed).at(0, depth)[:, 0]
 
 
 @dataclass
@@ -136,16 +140,14 @@ def test_a_batch_drafts_what_each_of_its_sequences_drafts_alone():
     states = [together.new_state() for _ in plans]
     alone = [Eagle3Drafter(MODEL, "v") for _ in plans]
     lone_states = [drafter.new_state() for drafter in alone]
-    generators = [[new_generator(seed) for seed, _, _ in plans] for _ in range(2)]
     sequences = [Sequence(seed) for seed, _, _ in plans]
     positions = [0] * len(plans)
     for step in range(4):
         requests, singles = [], []
         for i, (seed, depth, temperature) in enumerate(plans):
             num_rows = 4 + seed if step == 0 else 1 + (seed + step) % 3
-            more = {"temperature": temperature, "generator": generators[0][i]}
+            more = {"temperature": temperature, "uniforms": numbers(10 * step + i, depth)}
             requests.append(sequences[i].request(states[i], positions[i], num_rows, depth, **more))
-            more["generator"] = generators[1][i]
             singles.append(sequences[i].request(lone_states[i], positions[i], num_rows, depth, **more))
             positions[i] += num_rows
         drafts = together.propose(requests)
@@ -160,8 +162,8 @@ def test_a_batch_drafts_what_each_of_its_sequences_drafts_alone():
 
 def test_sampled_tokens_are_drawn_from_the_very_distribution_that_is_returned():
     drafter, sequence = Eagle3Drafter(MODEL, "v"), Sequence(7)
-    [draft] = drafter.propose([sequence.request(drafter.new_state(), 0, 6, depth=5, temperature=1.5, generator=new_generator(3))])
-    uniforms = torch.rand(5, generator=new_generator(3), dtype=torch.float64)
+    [draft] = drafter.propose([sequence.request(drafter.new_state(), 0, 6, depth=5, temperature=1.5, uniforms=numbers(3, 5))])
+    uniforms = numbers(3, 5)
     for k, (token_id, q) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
         assert int(q.token_ids[pick(q.probs.unsqueeze(0), uniforms[k : k + 1])]) == token_id
     assert len(set(draft.token_ids)) > 1
@@ -170,8 +172,7 @@ def test_sampled_tokens_are_drawn_from_the_very_distribution_that_is_returned():
 def test_first_drafts_of_many_seeds_follow_the_draft_distribution():
     drafter, sequence, num = Eagle3Drafter(MODEL, "v"), Sequence(8), 800
     requests = [
-        sequence.request(drafter.new_state(), 0, 1, depth=1, temperature=1.0, generator=new_generator(seed))
-        for seed in range(num)
+        sequence.request(drafter.new_state(), 0, 1, depth=1, temperature=1.0, uniforms=numbers(seed, 1)) for seed in range(num)
     ]
     drafted = torch.tensor([draft.token_ids[0] for draft in drafter.propose(requests)])
     expected = sequence.oracle([]).softmax(-1)
@@ -184,7 +185,7 @@ def test_a_tiny_temperature_drafts_greedily():
     state = drafter.new_state()
     [greedy] = drafter.propose([sequence.request(state, 0, 6, depth=4)])
     for temperature in (1e-6, 5e-324):
-        request = sequence.request(state, 0, 6, depth=4, temperature=temperature, generator=new_generator(0))
+        request = sequence.request(state, 0, 6, depth=4, temperature=temperature, uniforms=numbers(0, 4))
         [sampled] = drafter.propose([request])
         assert sampled.token_ids == greedy.token_ids
 
@@ -260,7 +261,7 @@ def test_a_broken_network_drafts_nothing_it_could_not_account_for():
     model = make_model(seed=6)
     model.lm_head.weight.fill_(math.nan)
     drafter, sequence = Eagle3Drafter(model, "v"), Sequence(1)
-    request = sequence.request(drafter.new_state(), 0, 4, depth=3, temperature=1.0, generator=new_generator(0))
+    request = sequence.request(drafter.new_state(), 0, 4, depth=3, temperature=1.0, uniforms=numbers(0, 3))
     [draft] = drafter.propose([request])
     assert (draft.token_ids, draft.probs) == ([], [])
 
@@ -300,14 +301,13 @@ def test_cuda_drafts_what_the_cpu_drafts():
     on_cuda.embedding = on_cuda.embedding.cuda()
     drafters = [Eagle3Drafter(MODEL, "cpu"), Eagle3Drafter(on_cuda.cuda(), "cuda")]
     sequences = [(Sequence(seed), temperature) for seed, temperature in ((1, 0.0), (2, 1.0))]
-    generators = [[new_generator(seed) for seed in range(2)] for _ in drafters]
     states = [[drafter.new_state() for _ in sequences] for drafter in drafters]
     position = 0
     for num_rows in (9, 1, 150, 3):
         drafts = [
             drafter.propose(
                 [
-                    sequence.request(states[d][i], position, num_rows, 5, temperature=temperature, generator=generators[d][i])
+                    sequence.request(states[d][i], position, num_rows, 5, temperature=temperature, uniforms=numbers(i, 5))
                     for i, (sequence, temperature) in enumerate(sequences)
                 ]
             )

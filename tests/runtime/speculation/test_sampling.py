@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import ModelError
-from runtime.speculation import Processor, TokenCounts, new_generator, pick, process_logits, token_logprobs
+from runtime.speculation import Processor, TokenCounts, Uniforms, new_generator, pick, process_logits, token_logprobs
 from runtime.types import SamplingParams
 
 V = 10
@@ -61,21 +61,20 @@ def test_a_bias_for_every_token_costs_little():
 @given(rows=st.lists(logit_rows, min_size=1, max_size=4), params=params_of_steps_1_to_4, prompt=token_lists, data=st.data())
 def test_each_row_is_processed_as_if_its_drafts_had_been_generated(rows, params, prompt, data):
     generated = data.draw(token_lists)
-    draft = data.draw(st.lists(st.integers(0, V - 1), min_size=len(rows) - 1, max_size=len(rows) - 1))
-    first = data.draw(st.integers(0, len(rows) - 1))
+    paths = data.draw(st.lists(token_lists, min_size=len(rows), max_size=len(rows)))
     processor = Processor(params, prompt, V)
     for token_id in generated:
         processor.advance(token_id)
     raw = torch.tensor(rows)
     before = raw.clone()
-    actual = processor.logits(raw[first:], draft, first)
+    actual = processor.logits(raw, paths)
     assert torch.equal(raw, before)
-    for i, row in enumerate(rows[first:], first):
-        expected = torch.tensor(oracle_logits(row, params, prompt, generated + draft[:i]))
+    for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        expected = torch.tensor(oracle_logits(row, params, prompt, generated + path))
         if not params.is_greedy:
             expected -= expected.max()
-        torch.testing.assert_close(actual[i - first], expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(processor.logits(raw[:1])[0], processor.logits(raw[:1], draft)[0])  # nothing was kept
+        torch.testing.assert_close(actual[i], expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(processor.logits(raw[:1])[0], processor.logits(raw[:1], [[]])[0])  # nothing was kept
 
 
 @settings(max_examples=300, deadline=None)
@@ -130,8 +129,8 @@ def test_greedy_takes_the_lowest_id_on_ties_with_and_without_processing():
     assert Processor(SamplingParams(temperature=0.0), [], 4).argmax(logits) == [1, 0]
     assert Processor(SamplingParams(temperature=0.0, logit_bias={0: -9.0}), [], 4).argmax(logits) == [1, 2]
     penalized = Processor(SamplingParams(temperature=0.0, presence_penalty=1.0), [], 4)
-    assert penalized.argmax(logits, [1]) == [1, 0]
-    assert penalized.argmax(torch.zeros(4, 4), [0, 1, 0]) == [0, 1, 2, 2]
+    assert penalized.argmax(logits, [[], [1]]) == [1, 0]
+    assert penalized.argmax(torch.zeros(4, 4), [[], [0], [0, 1], [1]]) == [0, 1, 2, 0]
 
 
 def test_repetition_penalty_sees_the_prompt_and_the_others_do_not():
@@ -152,9 +151,9 @@ def test_a_row_that_is_not_finite_is_refused(bad, params):
     logits = torch.zeros(2, 4)
     logits[1, 2] = bad
     with pytest.raises(ModelError, match="row 1"):
-        Processor(params, [0], 4).probs(logits, [3])
+        Processor(params, [0], 4).probs(logits, [[], [3]])
     with pytest.raises(ModelError, match="row 1"):
-        Processor(SamplingParams(temperature=0.0), [0], 4).argmax(logits, [3])
+        Processor(SamplingParams(temperature=0.0), [0], 4).argmax(logits, [[], [3]])
 
 
 def test_a_row_that_excludes_every_token_is_refused():
@@ -188,10 +187,21 @@ def test_pick_decides_each_row_alone():
     assert len(set(alone)) > 1
 
 
+def test_the_numbers_of_a_place_depend_on_the_seed_and_the_place_alone():
+    whole = Uniforms(7).at(0, 200)
+    assert whole.shape == (200, 2)
+    pieces = Uniforms(7)
+    for place, num_places in ((3, 2), (150, 9), (0, 70), (63, 2)):
+        assert torch.equal(pieces.at(place, num_places), whole[place : place + num_places])
+    assert len({*whole.flatten().tolist()}) == 400
+    assert not torch.equal(Uniforms(8).at(0, 200), whole)
+    assert not torch.equal(Uniforms(None).at(0, 4), Uniforms(None).at(0, 4))
+
+
 def test_counts_along_a_draft_leave_the_counts_alone():
     counts = TokenCounts.of_prompt([1, 1], 4, "cpu")
     counts.add(2)
-    rows = counts.along([2, 3, 3], first=1, num_rows=3)
+    rows = counts.along([[2], [2, 3], [2, 3, 3]])
     assert rows.generated.tolist() == [[0, 0, 2, 0], [0, 0, 2, 1], [0, 0, 2, 2]]
     assert rows.seen.tolist() == [[False, True, True, False], [False, True, True, True], [False, True, True, True]]
     assert counts.generated.tolist() == [0, 0, 1, 0]

@@ -114,6 +114,9 @@ class SessionsConfig:
     max_batch_sessions: int = 16  # sessions in one forward
     prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace
     kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
+    prefix_reuse: bool = (
+        True  # sessions take over K/V from others that begin with the same ids; off, as timing then tells nothing
+    )
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "sessions.max_sessions", self.max_sessions, "at least 1")

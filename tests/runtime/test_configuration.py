@@ -231,7 +231,7 @@ def test_the_settings_of_the_runtime() -> None:
         "backend": "name num_threads",
         "drafter": "kind path",
         "speculation": "max_draft_tokens",
-        "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib",
+        "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib prefix_reuse",
         "capture": "enabled sampling_rate min_generated_tokens max_row_tokens heldout_fraction heldout_max_rows queue_max_rows",
         "features": "store root budget_mib mooncake",
         "features.mooncake": "master metadata host protocol rdma_devices segment_mib",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from runtime.backends.base import TargetInfo
@@ -73,7 +74,47 @@ class Engine(Protocol):
         ...
 
     def create_session(self, options: SessionOptions | None = None, request_id: str | None = None) -> SessionInfo:
-        """A new empty session. The same non-empty request_id returns the session it created before."""
+        """A new empty session. The same non-empty request_id returns the session that a call with it made before.
+
+        DrafterNotFound if it is to be pinned to a version that is neither active nor added.
+        """
+        ...
+
+    def open_session(self, token_ids: Sequence[int], options: SessionOptions | None = None) -> SessionInfo:
+        """For surfaces without sessions of their own: a session whose history is these ids, reserved until its generation begins.
+
+        It continues the idle session that an earlier call made, with equal options, and whose whole history is the longest
+        beginning of these ids; else it is new. Such sessions are the first to be evicted. A caller that never generates closes
+        it; if `generate` refuses, the session is idle again by itself.
+        """
+        ...
+
+    def fork_session(
+        self,
+        session_id: str,
+        *,
+        options: SessionOptions | None = None,
+        request_id: str | None = None,
+        history_length: int | None = None,
+    ) -> SessionInfo:
+        """A new session with the first `history_length` tokens (None: all) of an idle one, and their K/V if there is room.
+
+        options None: the parent's. InvalidRequest for another cache policy than the parent's. Waits for the engine's thread.
+        """
+        ...
+
+    def save_session(self, session_id: str, directory: Path) -> SessionInfo:
+        """Write an idle session into this directory; what was saved there before is replaced once all is written.
+
+        The session is busy meanwhile; the engine goes on with others while the file is written. OSError if it cannot be.
+        """
+        ...
+
+    def restore_session(self, directory: Path, *, request_id: str | None = None) -> SessionInfo:
+        """A new session with the history and options that were saved, and their K/V if this target can use it.
+
+        SavedSessionRejected if there is nothing, if it is damaged, or of another target, tokenizer or unknown cache policy.
+        """
         ...
 
     def append(
@@ -107,6 +148,10 @@ class Engine(Protocol):
 
     def swap_drafter(self, drafter: Drafter) -> float:
         """Make this the drafter at the next step boundary; returns the seconds that the switch held the loop."""
+        ...
+
+    def add_drafter(self, drafter: Drafter) -> None:
+        """Let sessions be pinned to this version; it stays until the last session that was pinned to it has gone."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -1,15 +1,26 @@
 """What the engine holds for its sessions beside their ids: K/V in the target, kept hidden states, draft state.
 
 All of it belongs to the engine's thread. Knows no requests and no sampling; what one step adds to a session it is told.
+
+    history   [ sink ][ dropped .... ][ window ......... ][ pending
+    K/V       [ sink ]                [ window ......... ]            covers history[:cached], less what its policy dropped
+    features                       [ kept .............. ]            all of history[:cached], or the last rows if some dropped
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import torch
 
 from runtime.backends.base import Target
 from runtime.config import SessionsConfig
+from runtime.hidden_states import HiddenStates
+from runtime.sessions.prefixes import BLOCK_TOKENS, PrefixIndex, common_length
+from runtime.sessions.saved import SavedSession
 from runtime.sessions.session import Session
+
+MIN_SHARED_TOKENS = BLOCK_TOKENS
 
 
 class Holdings:
@@ -17,19 +28,59 @@ class Holdings:
         self.budget_bytes = config.kv_budget_mib * 2**20
         self.kv_bytes = 0  # as of the last step; read by any thread
         self._target = target
+        self._shares_prefixes = config.prefix_reuse
+        self._prefixes = PrefixIndex()
+
+    # --- a session's own ---
 
     def open(self, session: Session) -> None:
-        """Before a session's first forward of a turn: it has a cache."""
+        """Before a turn's first forward: a cache with at least one token of the history still to compute, and no more than
+        need be: what another session holds of the same beginning is taken over."""
+        last = len(session.history) - 1
+        if session.cached > last:
+            self.rewind(session, last)
+        if self._shares_prefixes and last - session.cached >= MIN_SHARED_TOKENS:
+            found = self._prefixes.find(session, last)
+            if found is not None and found[1] - session.cached >= MIN_SHARED_TOKENS:
+                self.release(session)
+                self._take_over(session, *found)
         if session.cache is None:
-            session.cache = self._target.new_cache()
+            self._give(session, self._target.new_cache(session.options.cache_policy))
+
+    def keep(self, session: Session, hidden: HiddenStates) -> None:
+        """The session's K/V has grown by these committed rows; their states are kept (and must be no views of more)."""
+        assert session.cache is not None
+        session.cached += len(hidden)
+        session.features.append(hidden)
+        session.dropped = self._target.dropped(session.cache)
+        window = session.options.cache_policy.window
+        if session.dropped and window is not None:
+            session.forget_features(session.cached - window)
+            if session.draft is not None and session.draft.position - session.draft.first > 2 * window:
+                self.drop_draft(session)  # it begins again with what is kept
+
+    def rewind(self, session: Session, length: int) -> None:
+        """Keep K/V and features of the first `length` tokens; of none, if what the next token sees was dropped already."""
+        assert session.cache is not None
+        try:
+            self._target.truncate(session.cache, length)
+        except ValueError:
+            self.release(session)
+            return
+        session.features = session.features_upto(length)
+        session.cached = length
+        session.dropped = self._target.dropped(session.cache)
+        if session.draft is not None:
+            session.draft.position = min(session.draft.position, length)
 
     def release(self, session: Session) -> None:
         """Free K/V, kept features and draft state; the ids stay. The next call on the session prefills again."""
         self.drop_draft(session)
         if session.cache is not None:
+            self._prefixes.remove(session)
             self._target.drop(session.cache)
             session.cache = None
-        session.cached = 0
+        session.cached = session.dropped = 0
         session.features = []
         self.count()
 
@@ -37,6 +88,82 @@ class Holdings:
         if session.draft is not None:
             session.draft.drafter.drop_state(session.draft.handle)
             session.draft = None
+
+    def _give(self, session: Session, cache: int) -> None:
+        assert session.cache is None
+        session.cache = cache
+        self._prefixes.add(session)
+        self.count()
+
+    # --- from one session to another, to a file and back ---
+
+    def fork(self, parent: Session, child: Session, sessions: Iterable[Session]) -> None:
+        """Give the child what the parent holds of its history, if the budget has room for it and its policy lets it go."""
+        length = min(len(child.history), parent.cached)
+        is_whole = length == parent.cached
+        if child.is_closed or not length or (parent.dropped and not is_whole):
+            return
+        if self.make_room(self._target.cache_bytes(length, child.options.cache_policy), sessions):
+            self._take_over(child, parent, length)
+
+    def _take_over(self, session: Session, holder: Session, length: int) -> None:
+        """K/V is copied; kept features never change, so both may have them."""
+        assert holder.cache is not None
+        self._give(session, self._target.fork(holder.cache, length))
+        session.features = holder.features_upto(length)
+        session.cached = length
+        session.dropped = holder.dropped
+
+    def save(self, session: Session) -> tuple[Mapping[str, torch.Tensor], HiddenStates | None]:
+        """The session's K/V, on the CPU, and its kept features. Nothing, if nothing is cached."""
+        if session.cache is None or not session.cached:
+            return {}, None
+        return self._target.save(session.cache), HiddenStates.concat(session.features)
+
+    def restore(self, session: Session, saved: SavedSession, sessions: Iterable[Session]) -> None:
+        """Give the session what was saved for it, if this target can use it and the budget has room; else it prefills again."""
+        policy = session.options.cache_policy
+        if session.is_closed or saved.features is None or not self._fits(saved.features):
+            return
+        if not self.make_room(self._target.cache_bytes(saved.cached, policy), sessions):
+            return
+        try:
+            cache = self._target.restore(saved.kv, saved.cached, policy)
+        except ValueError:  # of another dtype or backend: no harm, it is computed anew
+            return
+        self._give(session, cache)
+        device = self._target.info.device
+        session.features = [HiddenStates(saved.features.aux.to(device), saved.features.last.to(device))]
+        session.cached = saved.cached
+        session.dropped = self._target.dropped(cache)
+
+    def _fits(self, features: HiddenStates) -> bool:
+        info = self._target.info
+        aux, last = features.aux, features.last
+        has_width = aux.ndim == last.ndim == 2 and aux.shape[1] == 3 * info.hidden_size and last.shape[1] == info.hidden_size
+        return has_width and len(aux) == len(last) and str(aux.dtype) == str(last.dtype) == f"torch.{info.dtype}"
+
+    # --- who waits for whom ---
+
+    def awaits_prefix(self, session: Session, busy: Iterable[Session]) -> bool:
+        """Whether a session that reads its prompt right now is about to hold a beginning of this one's, and nobody does yet.
+
+        Only where nothing is dropped: a prompt longer than its window can be taken over at its very end only.
+        """
+        policy, limit = session.options.cache_policy, len(session.history) - 1
+        if not self._shares_prefixes or policy.window is not None:
+            return False
+        coming = 0
+        for other in busy:
+            if other.options.cache_policy == policy and other.cached < len(other.history) - 1:
+                shared = common_length(session.history, other.history, limit)
+                coming = max(coming, shared if other.cached < shared else 0)
+        if coming - session.cached < MIN_SHARED_TOKENS:
+            return False
+        found = self._prefixes.find(session, limit)
+        return found is None or coming - found[1] >= MIN_SHARED_TOKENS
+
+    # --- the budget ---
 
     def count(self) -> None:
         self.kv_bytes = self._target.cache_bytes()
@@ -46,11 +173,12 @@ class Holdings:
         for session in sessions:
             if self._target.cache_bytes() + num_bytes <= self.budget_bytes:
                 return True
-            if not session.is_generating and session.cache is not None:
+            if session.is_idle and session.cache is not None:
                 self.release(session)
         return self._target.cache_bytes() + num_bytes <= self.budget_bytes
 
     def growth_bytes(self, session: Session, num_tokens: int) -> int:
         """What the session has yet to take until it holds so many tokens."""
-        needed = self._target.cache_bytes(num_tokens)
-        return needed - self._target.cache_bytes(session.cached) if session.cached else needed
+        policy = session.options.cache_policy
+        needed = self._target.cache_bytes(num_tokens, policy)
+        return needed - self._target.cache_bytes(session.cached, policy) if session.cached else needed

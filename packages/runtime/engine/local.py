@@ -1,38 +1,36 @@
 """LocalEngine: our scheduler over a `Target` and a `Drafter`, on one thread of its own.
 
-This file is the door: it checks calls, keeps the sessions under a lock and hands work to the loop. What one step does is
-in `step.py`. The lock is held for bookkeeping only, never during a forward; targets and drafters are touched by the loop
-alone. What other threads want of it at the next step boundary (a swap, freeing a closed session) waits in `_errands`.
+This file is the door: it checks calls and keeps the sessions. When what runs is in `loop.py`, what one step does in `step.py`.
+Callers wait for the engine's thread only where K/V is copied (fork, save, restore) or drafters change hands, and the sessions
+concerned are held meanwhile: whoever else wants them hears that they are busy.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
+import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
 
 from runtime.backends.base import Target, TargetInfo
 from runtime.config import SessionsConfig, SpeculationConfig
 from runtime.drafters.base import Drafter
 from runtime.engine.base import AppendResult, EngineStats, OnEvent
+from runtime.engine.loop import EngineLoop
 from runtime.engine.request import Request
 from runtime.engine.step import Stepper
-from runtime.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
+from runtime.errors import ContextLengthExceeded, DrafterNotFound, InvalidRequest, SessionNotFound, SlipstreamError
 from runtime.features.tap import Tap
 from runtime.models.tokenizer import Tokenizer
-from runtime.sessions.session import Session
+from runtime.sessions import saved
+from runtime.sessions.saved import SavedSession
+from runtime.sessions.session import Session, State
 from runtime.sessions.store import SessionStore
 from runtime.speculation.grammar import Grammars
-from runtime.types import SamplingParams, SessionInfo, SessionOptions, check_token_ids
-
-log = logging.getLogger(__name__)
-
-REAP_INTERVAL_S = 1.0
+from runtime.types import SamplingParams, SessionInfo, SessionOptions, SessionState, check_token_ids
 
 
 class LocalEngine:
@@ -50,15 +48,10 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self._info = target.info
         self.grammars = Grammars(tokenizer, target.info.vocab_size)
-        self._config = sessions
         self._stepper = Stepper(target, drafter, speculation, sessions, tap)
         self._store = SessionStore(sessions)
-        self._running: dict[Session, Request] = {}  # taking part in steps
-        self._waiting: deque[Request] = deque()
-        self._errands: deque[Callable[[], None]] = deque()
-        self._is_stopping = False
-        self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._loop, name="slipstream-engine", daemon=True)
+        self._loop = EngineLoop(self._stepper, self._store, sessions)
+        self._lock = self._loop.lock
 
     # --- the Engine protocol ---
 
@@ -72,28 +65,17 @@ class LocalEngine:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self._is_stopping
+        return self._loop.is_running
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def stop(self) -> None:
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._loop.stop()
 
     def create_session(self, options: SessionOptions | None = None, request_id: str | None = None) -> SessionInfo:
-        options = options or SessionOptions()
-        check_token_ids(options.eos_token_ids or (), self._info.vocab_size, param="eos_token_ids")
-        check_token_ids(options.stop_token_ids, self._info.vocab_size, param="stop_token_ids")
-        with self._wake:
-            self._check_available()
-            session, victim = self._store.create(options, request_id)
-            if victim is not None:
-                self._run_later(partial(self._stepper.holdings.release, victim))
-            return self._describe(session)
+        with self._lock:
+            return self._describe(self._new_session(options or SessionOptions(), request_id))
 
     def append(
         self,
@@ -104,19 +86,13 @@ class LocalEngine:
         request_id: str | None = None,
     ) -> AppendResult:
         check_token_ids(token_ids, self._info.vocab_size)
-        with self._wake:
+        with self._lock:
             session = self._store.get(session_id)
             session.check_idle()
             if request_id and request_id in session.appends:
                 return AppendResult(session.appends[request_id], session.cached)
             session.check_length(expected_history_length)
-            length = len(session.history) + len(token_ids)
-            if length >= self._info.max_positions:
-                raise ContextLengthExceeded(
-                    "token_ids",
-                    f"The history would have {length} tokens; the context holds {self._info.max_positions}, one of them to "
-                    "generate. Append fewer, or start a new session.",
-                )
+            self._check_length(len(session.history) + len(token_ids))
             self._store.touch(session)
             return AppendResult(session.append(token_ids, request_id), session.cached)
 
@@ -129,24 +105,34 @@ class LocalEngine:
         expected_history_length: int | None = None,
         request_id: str | None = None,
     ) -> Request:
-        params.check(self._info.vocab_size)
-        grammar = None if params.grammar is None else self.grammars.new_state(params.grammar)
-        with self._wake:
-            self._check_available()
-            session = self._store.get(session_id)
-            session.check_idle()
-            session.check_length(expected_history_length)
-            if grammar is not None and (params.ignore_eos or session.options.eos_token_ids is not None):
-                raise InvalidRequest(
-                    "grammar", "A grammar ends with the model's own eos_token_ids, neither ignored nor replaced."
-                )
-            max_tokens = self._room(session, params.max_tokens)
-            request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar)
-            session.begin()
-            self._store.touch(session)
-            self._waiting.append(request)
-            self._wake.notify()
-            return request
+        try:
+            params.check(self._info.vocab_size)
+            grammar = None if params.grammar is None else self.grammars.new_state(params.grammar)
+            with self._lock:
+                self._loop.check_available()
+                session = self._store.get(session_id)
+                session.check_ready()
+                session.check_length(expected_history_length)
+                if grammar is not None and (params.ignore_eos or session.options.eos_token_ids is not None):
+                    raise InvalidRequest(
+                        "grammar", "A grammar ends with the model's own eos_token_ids, neither ignored nor replaced."
+                    )
+                max_tokens = self._room(session, params.max_tokens)
+                request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar)
+                session.begin()
+                self._store.touch(session)
+                self._loop.submit(request)
+                return request
+        except SlipstreamError:
+            self._give_back(session_id)
+            raise
+
+    def _give_back(self, session_id: str) -> None:
+        """A session that was reserved for a generation that cannot be is idle again."""
+        with self._lock:
+            for session in self._store:
+                if session.id == session_id and session.state is State.RESERVED:
+                    session.end()
 
     def _room(self, session: Session, max_tokens: int | None) -> int:
         """How many tokens may be generated; refuses what does not fit before anything changes."""
@@ -162,142 +148,209 @@ class LocalEngine:
         return room if max_tokens is None else max_tokens
 
     def close_session(self, session_id: str) -> None:
-        with self._wake:
+        with self._lock:
+            is_generating = self._store.get(session_id).is_generating
             session = self._store.remove(session_id, "CLOSED")
-            if not session.is_generating:  # a running one is released by the loop, which sees is_closed
-                self._run_later(partial(self._stepper.holdings.release, session))
-            self._wake.notify()
+            if not is_generating:  # else the loop, which sees is_closed, buries it
+                self._loop.bury_later(session)
 
     def get_session(self, session_id: str) -> SessionInfo:
-        with self._wake:
+        with self._lock:
             return self._describe(self._store.get(session_id))
 
     def list_sessions(self) -> list[SessionInfo]:
-        with self._wake:
+        with self._lock:
             return [self._describe(session) for session in self._store]
 
-    def swap_drafter(self, drafter: Drafter) -> float:
-        done: Future[float] = Future()
+    def open_session(self, token_ids: Sequence[int], options: SessionOptions | None = None) -> SessionInfo:
+        options = options or SessionOptions()
+        if not token_ids:
+            raise InvalidRequest("token_ids", "A session is opened with at least one token; the prompt is empty.")
+        check_token_ids(token_ids, self._info.vocab_size)
+        self._check_length(len(token_ids))
+        with self._lock:
+            session = self._store.find_continued(token_ids, options)
+            if session is None:
+                session = self._new_session(options, is_anonymous=True)
+            session.append(token_ids[len(session.history) :], None)
+            session.reserve()
+            self._store.touch(session)
+            return self._describe(session)
 
-        def swap() -> None:
-            started = time.perf_counter()
-            self._stepper.swap(drafter, self._store)
-            done.set_result(time.perf_counter() - started)
+    def fork_session(
+        self,
+        session_id: str,
+        *,
+        options: SessionOptions | None = None,
+        request_id: str | None = None,
+        history_length: int | None = None,
+    ) -> SessionInfo:
+        with self._lock:
+            if (made := self._store.created_by(request_id)) is None:
+                parent = self._store.get(session_id)
+                length = _fork_length(parent, history_length)
+                if options is not None and options.cache_policy != parent.options.cache_policy:
+                    raise InvalidRequest(
+                        "cache_policy", f"A fork keeps its parent's cache policy, {parent.options.cache_policy}; leave it out."
+                    )
+                parent.hold()  # before room is made for the child
+                try:
+                    child = self._new_session(options or parent.options, request_id)
+                except SlipstreamError:
+                    parent.end()
+                    raise
+                child.append(parent.history[:length], None)
+                child.hold()
+                self._store.touch(parent)
+        if made is not None:
+            return self._made_before(made)
+        return self._fill(child, partial(self._stepper.holdings.fork, parent, child, self._store), parent)
 
-        with self._wake:
-            self._check_available()
-            self._run_later(swap)
-        while True:
+    def save_session(self, session_id: str, directory: Path) -> SessionInfo:
+        with self._lock:
+            self._loop.check_available()
+            session = self._store.get(session_id)
+            session.hold()
+            self._store.touch(session)
+        try:
+            kv, features = self._loop.call(partial(self._stepper.holdings.save, session))
+            saved.write(
+                directory,
+                SavedSession(
+                    history=list(session.history),
+                    options=session.options,
+                    target_fingerprint=self._info.fingerprint,
+                    tokenizer_hash=self._tokenizer_hash,
+                    cached=session.cached if kv else 0,
+                    kv=kv,
+                    features=features,
+                ),
+            )
+        finally:
+            with self._lock:
+                session.end()
+        return self._describe(session)
+
+    def restore_session(self, directory: Path, *, request_id: str | None = None) -> SessionInfo:
+        with self._lock:
+            made = self._store.created_by(request_id)
+        if made is not None:
+            return self._made_before(made)
+        found = saved.read(
+            directory,
+            target_fingerprint=self._info.fingerprint,
+            tokenizer_hash=self._tokenizer_hash,
+            vocab_size=self._info.vocab_size,
+        )
+        with self._lock:
+            session = self._new_session(found.options, request_id)
+            if session.history or not session.is_idle:  # another call with this request id was faster
+                made = session
+            else:
+                session.append(found.history, None)
+                session.hold()
+        if made is not None:
+            return self._made_before(made)
+        return self._fill(session, partial(self._stepper.holdings.restore, session, found, self._store))
+
+    def _fill(self, session: Session, copy: Callable[[], None], *held: Session) -> SessionInfo:
+        """Let the engine's thread give a new session its K/V; it and those held beside it are idle afterwards."""
+
+        def errand() -> None:
             try:
-                return done.result(timeout=REAP_INTERVAL_S)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise EngineUnavailable("The engine stopped before the drafter was switched.") from None
+                copy()
+            finally:
+                with self._lock:
+                    for each in (session, *held):
+                        each.end()
+
+        try:
+            self._loop.call(errand)
+        except Exception:
+            with self._lock, contextlib.suppress(SessionNotFound):
+                self._loop.bury_later(self._store.remove(session.id, "CLOSED"))
+            raise
+        return self._describe(session)
+
+    def _made_before(self, session: Session) -> SessionInfo:
+        """Of a request id that is used again: the session that it made, once it is filled."""
+        self._loop.call(lambda: None)
+        return self._describe(session)
+
+    def swap_drafter(self, drafter: Drafter) -> float:
+        def swap() -> float:
+            with self._lock:
+                sessions, pinned = list(self._store), self._loop.pinned_versions()
+            started = time.perf_counter()
+            self._stepper.swap(drafter, sessions, pinned)
+            return time.perf_counter() - started
+
+        return self._loop.call(swap)
+
+    def add_drafter(self, drafter: Drafter) -> None:
+        self._loop.call(partial(self._stepper.add, drafter))
 
     def stats(self) -> EngineStats:
-        with self._wake:
+        with self._lock:
             return replace(
                 self._stepper.stats(),
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
+                num_running=self._loop.num_running,
+                num_waiting=self._loop.num_waiting,
                 num_sessions=len(self._store),
                 num_evicted=dict(self._store.num_evicted),
             )
 
     # --- under the lock ---
 
-    def _check_available(self) -> None:
-        if not self.is_running:
-            raise EngineUnavailable("The engine is not running.")
+    def _new_session(self, options: SessionOptions, request_id: str | None = None, *, is_anonymous: bool = False) -> Session:
+        """Checked, and with room made for it; or the one that this request id made before."""
+        self._loop.check_available()
+        check_token_ids(options.eos_token_ids or (), self._info.vocab_size, param="eos_token_ids")
+        check_token_ids(options.stop_token_ids, self._info.vocab_size, param="stop_token_ids")
+        options.cache_policy.check()
+        options.drafter_policy.check()
+        version = options.drafter_policy.version
+        if version and version not in self._stepper.drafters:
+            raise DrafterNotFound(version)
+        session, victim = self._store.create(options, request_id, is_anonymous=is_anonymous)
+        if victim is not None:
+            self._loop.bury_later(victim)
+        return session
 
-    def _run_later(self, errand: Callable[[], None]) -> None:
-        self._errands.append(errand)
-        self._wake.notify()
+    def _check_length(self, length: int) -> None:
+        if length >= self._info.max_positions:
+            raise ContextLengthExceeded(
+                "token_ids",
+                f"The history would have {length} tokens; the context holds {self._info.max_positions}, one of them to "
+                "generate. Append fewer, or start a new session.",
+            )
 
     def _describe(self, session: Session) -> SessionInfo:
         now = time.monotonic()
         return SessionInfo(
             session_id=session.id,
-            state="generating" if session.is_generating else "idle",
+            state=_STATE_NAMES.get(session.state, "generating"),  # a session being copied is as busy as one that generates
             history_length=len(session.history),
             cached_tokens=session.cached,
             options=session.options,
             target_fingerprint=self._info.fingerprint,
-            drafter_version=self.drafter_version,
+            drafter_version=session.options.drafter_policy.version or self.drafter_version,
             max_context_tokens=self._info.max_positions,
             created_at=session.created_at,
             last_used_at=time.time() - (now - session.used_at),
+            dropped_tokens=session.dropped,
         )
 
-    # --- the loop's thread ---
+    @cached_property
+    def _tokenizer_hash(self) -> str:
+        return sha256(self.tokenizer.to_json().encode()).hexdigest()
 
-    def _loop(self) -> None:
-        try:
-            while self._tick():
-                pass
-        except Exception:
-            log.exception("The engine loop failed; the engine is down.")
-        finally:
-            self._shut_down()
 
-    def _tick(self) -> bool:
-        """Wait for work, run one step, settle what ended. False: time to stop."""
-        with self._wake:
-            if not (self._running or self._waiting or self._errands or self._is_stopping):
-                self._wake.wait(REAP_INTERVAL_S)
-            if self._is_stopping:
-                return False
-            errands, self._errands = self._errands, deque()
-            errands.extend(partial(self._stepper.holdings.release, session) for session in self._store.expire())
-            self._admit()
-            batch = list(self._running.values())
-        for errand in errands:
-            errand()
-        self._stepper.step(batch)
-        self._settle(batch)
-        return True
+_STATE_NAMES: dict[State, SessionState] = {State.IDLE: "idle", State.RESERVED: "reserved"}
 
-    def _admit(self) -> None:
-        """Move waiting generations into the running batch, in order of arrival, while there is room.
 
-        Unwanted ones pass at once, whatever the room: the step ends them without a forward.
-        """
-        unwanted = [request for request in self._waiting if request.is_unwanted]
-        for request in unwanted:
-            self._waiting.remove(request)
-            self._running[request.session] = request
-        while self._waiting and len(self._running) < self._config.max_batch_sessions:
-            request = self._waiting[0]
-            if not self._stepper.make_room([*self._running.values(), request], self._store) and self._running:
-                return
-            self._running[request.session] = self._waiting.popleft()
-        self._stepper.make_room(self._running.values(), self._store)  # those that run grow, and those that ended are idle
-
-    def _settle(self, batch: Sequence[Request]) -> None:
-        """A session is idle again before its last event leaves, so that whoever hears it may go on at once."""
-        ended = [request for request in batch if request.is_over]
-        with self._wake:
-            for request in ended:
-                del self._running[request.session]
-                request.session.end()
-        for request in ended:
-            if request.session.is_closed:
-                self._stepper.holdings.release(request.session)
-            request.report()
-
-    def _shut_down(self) -> None:
-        with self._wake:
-            self._is_stopping = True
-            requests = [*self._running.values(), *self._waiting]
-            self._running.clear()
-            self._waiting.clear()
-            sessions = list(self._store)
-            errands, self._errands = self._errands, deque()
-        for errand in errands:
-            errand()
-        for request in requests:
-            request.session.end()
-            request.fail(EngineUnavailable("The engine is shutting down; what was committed before is in the history."))
-            request.report()
-        for session in {*sessions, *(request.session for request in requests)}:
-            self._stepper.holdings.release(session)
+def _fork_length(parent: Session, asked: int | None) -> int:
+    length = len(parent.history)
+    if asked is not None and not 0 <= asked <= length:
+        raise InvalidRequest("history_length", f"history_length is {asked}; the session holds {length} tokens to fork from.")
+    return length if asked is None else asked

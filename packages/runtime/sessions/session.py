@@ -1,12 +1,14 @@
-"""One session: a growing history of token ids, what is cached for it, and whether somebody is generating on it.
+"""One session: a growing history of token ids, what is cached for it, and who is at work on it.
 
 State machine, the only place that knows it:
 
-    idle --begin--> generating --end--> idle          append, evict: only when idle
-    any  --close--> gone (the store keeps a tombstone)
+    idle --begin--> generating --end--> idle
+    idle --reserve--> reserved --begin--> generating      for a caller that generates next; end gives it back
+    idle --hold--> copying --end--> idle                  its K/V is being forked, saved or restored
+    any  --close--> closed                                for good (the store keeps a tombstone)
 
-The lists here are changed under the engine's lock when the session is idle, and by the engine's thread alone while it is
-generating. K/V, kept features and draft state belong to the engine's thread always.
+Append and evict: only when idle. The lists here are changed under the engine's lock when the session is idle, and by the
+engine's thread alone while it is generating. K/V, kept features and draft state belong to the engine's thread always.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
@@ -24,15 +27,34 @@ from runtime.hidden_states import HiddenStates
 from runtime.types import SessionOptions
 
 MAX_REMEMBERED_APPENDS = 16
+SMALL_PART_ROWS = 256  # kept features in smaller parts are put together when a turn ends
+
+
+class State(Enum):
+    IDLE = "idle"
+    RESERVED = "reserved"
+    COPYING = "copying"
+    GENERATING = "generating"
+    CLOSED = "closed"
+
+
+_NEXT = {
+    State.IDLE: {State.RESERVED, State.COPYING, State.GENERATING, State.CLOSED},
+    State.RESERVED: {State.GENERATING, State.IDLE, State.CLOSED},
+    State.COPYING: {State.IDLE, State.CLOSED},
+    State.GENERATING: {State.IDLE, State.CLOSED},
+    State.CLOSED: set[State](),
+}
 
 
 @dataclass
 class DraftState:
-    """What one drafter holds for one session: rows of positions below `position`."""
+    """What one drafter holds for one session: rows of positions `first` .. `position` - 1."""
 
     drafter: Drafter
     handle: int
     position: int = 0
+    first: int = 0
 
 
 @dataclass(eq=False)
@@ -41,21 +63,40 @@ class Session:
     options: SessionOptions
     ttl_s: float
     request_id: str | None = None  # of the creation
+    is_anonymous: bool = False  # made for a caller who knows token ids only: continued by whoever begins with its history
     created_at: float = field(default_factory=time.time)  # Unix seconds
     used_at: float = field(default_factory=time.monotonic)
     history: list[int] = field(default_factory=list)
-    is_generating: bool = False
-    is_closed: bool = False
+    state: State = State.IDLE
     appends: OrderedDict[str, int] = field(default_factory=OrderedDict)  # request id -> history length it led to
 
-    # The engine's thread only. K/V and features cover history[:cached]; the last sampled token is not in them yet.
+    # The engine's thread only. K/V covers history[:cached], features the last rows of it: all of them, unless some dropped.
     cache: int | None = None
     cached: int = 0
+    dropped: int = 0  # of the cached: out of sight under the cache policy, and gone
+    has_told_drop: bool = False
     features: list[HiddenStates] = field(default_factory=list)  # kept to prime drafters after a swap, and for the tap
     draft: DraftState | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        return self.state is State.IDLE
+
+    @property
+    def is_generating(self) -> bool:
+        return self.state is State.GENERATING
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is State.CLOSED
+
     def check_idle(self) -> None:
-        if self.is_generating:
+        if not self.is_idle:
+            raise SessionBusy(self.id)
+
+    def check_ready(self) -> None:
+        """For a generation: idle, or reserved for it."""
+        if self.state not in (State.IDLE, State.RESERVED):
             raise SessionBusy(self.id)
 
     def check_length(self, expected: int | None) -> None:
@@ -75,15 +116,38 @@ class Session:
         return len(self.history)
 
     def begin(self) -> None:
-        self.check_idle()
-        self.is_generating = True
+        self._go(State.GENERATING)
 
-    def end(self) -> None:
-        self.is_generating = False
+    def reserve(self) -> None:
+        self._go(State.RESERVED)
         self.used_at = time.monotonic()
 
+    def hold(self) -> None:
+        self._go(State.COPYING)
+
+    def end(self) -> None:
+        """Idle again, unless it was closed meanwhile."""
+        if not self.is_closed:
+            self._go(State.IDLE)
+            self.used_at = time.monotonic()
+
+    def close(self) -> None:
+        self._go(State.CLOSED)
+
+    def _go(self, state: State) -> None:
+        if state not in _NEXT[self.state]:
+            raise SessionBusy(self.id)
+        self.state = state
+
+    # --- kept features ---
+
+    @property
+    def first_kept(self) -> int:
+        """The position of the first kept feature row."""
+        return self.cached - sum(map(len, self.features))
+
     def aux_from(self, position: int) -> torch.Tensor:
-        """Kept target states of positions `position` .. cached-1: [m, 3*Ht]. position < cached."""
+        """Kept target states of positions `position` .. cached-1: [m, 3*Ht]. first_kept <= position < cached."""
         parts: list[torch.Tensor] = []
         end = self.cached
         for part in reversed(self.features):
@@ -94,7 +158,28 @@ class Session:
             end = start
         return torch.cat(parts[::-1])
 
+    def features_upto(self, length: int) -> list[HiddenStates]:
+        """The kept rows of positions below `length`, as views."""
+        parts: list[HiddenStates] = []
+        start = self.first_kept
+        for part in self.features:
+            if start >= length:
+                break
+            parts.append(part[: length - start])
+            start += len(part)
+        return parts
+
     def compact_features(self) -> None:
-        """One tensor instead of one per step."""
-        if len(self.features) > 1:
-            self.features = [HiddenStates.concat(self.features)]
+        """The small parts that the last steps left become one. What came before stays as it is, shared with forks."""
+        small = 0
+        while small < len(self.features) and len(self.features[-1 - small]) < SMALL_PART_ROWS:
+            small += 1
+        if small > 1:
+            self.features[-small:] = [HiddenStates.concat(self.features[-small:])]
+
+    def forget_features(self, position: int) -> None:
+        """Keep none of positions below this one, once they are half of what is kept: rows are copied now and then only."""
+        first = self.first_kept
+        if 2 * (position - first) >= self.cached - first:
+            rows = HiddenStates.concat(self.features)[position - first :]
+            self.features = [HiddenStates(rows.aux.clone(), rows.last.clone())]

@@ -1,4 +1,4 @@
-"""Tiny models on disk and a plain Hugging Face copy of each to compare with."""
+"""A tiny model on disk and a plain Hugging Face copy of it to compare with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.backends.base import FULL
 from runtime.models import ResolvedModel, fingerprint, make_tiny
+from runtime.types import CachePolicy
 
 NUM_LAYERS = 8  # enough for three auxiliary layers below the last one: 1, 3, 4
 
@@ -32,8 +34,14 @@ class Oracle:
         self._aux_layer_ids = aux_layer_ids
 
     @torch.no_grad()
-    def __call__(self, token_ids: Sequence[int]) -> Plain:
-        out = self._model(torch.tensor([list(token_ids)]), output_hidden_states=True, use_cache=False)
+    def __call__(self, token_ids: Sequence[int], policy: CachePolicy = FULL) -> Plain:
+        at = torch.arange(len(token_ids))
+        sees = at[:, None] >= at
+        if policy.window is not None:
+            sees &= (at < policy.sink) | (at > at[:, None] - policy.window)
+        mask = torch.where(sees, 0.0, float("-inf"))[None, None]  # [1, 1, S, S]
+        ids = torch.tensor([list(token_ids)])
+        out = self._model(ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
         aux = torch.cat([out.hidden_states[layer_id + 1][0] for layer_id in self._aux_layer_ids], dim=-1)
         return Plain(out.logits[0], aux, out.hidden_states[-1][0])
 

@@ -7,11 +7,11 @@ history - 0 - 2 - 5        parents  -1 -1  0  0  1  2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from runtime.backends.base import Segment
+from runtime.backends.base import Segment, TargetInfo
 
 
 def check_segment(segment: Segment, vocab_size: int) -> None:
@@ -64,3 +64,17 @@ def ancestry(parents: Sequence[int] | None, size: int) -> torch.Tensor:
         if parent >= 0:
             sees[node] |= sees[parent]
     return sees
+
+
+def check_batch(segments: Sequence[Segment], length_of: Callable[[int], int], info: TargetInfo) -> None:
+    """ValueError for segments that make no sense, for a cache that occurs twice, and beyond the model's positions."""
+    seen: set[int] = set()
+    for segment in segments:
+        length = length_of(segment.cache)
+        if segment.cache in seen:
+            raise ValueError(f"Cache {segment.cache} occurs twice in one forward; give each sequence one segment.")
+        seen.add(segment.cache)
+        check_segment(segment, info.vocab_size)
+        end = length + max(depths(segment.parents, len(segment.token_ids))) + 1
+        if end > info.max_positions:
+            raise ValueError(f"Cache {segment.cache} would reach {end} tokens; this model takes {info.max_positions}.")

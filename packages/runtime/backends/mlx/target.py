@@ -15,7 +15,7 @@ import torch
 from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
 from runtime.backends.mlx.cache import KVCache, KVShape
 from runtime.backends.mlx.model import MlxModel
-from runtime.backends.segments import check_segment, depths
+from runtime.backends.segments import check_batch
 from runtime.hidden_states import HiddenStates
 from runtime.types import CachePolicy
 
@@ -45,7 +45,7 @@ class MlxTarget:
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         """See the protocol. ValueError, before anything changes, for a segment that makes no sense."""
-        self._check(segments)
+        check_batch(segments, self.length, self._info)
         caches = [self._caches[segment.cache] for segment in segments]
         with mx.stream(self._device):
             outputs = []
@@ -105,18 +105,6 @@ class MlxTarget:
                 f"Cache {handle!r} is not here: it was dropped, or is no handle of this target. Make one with new_cache()."
             )
         return self._caches[handle]
-
-    def _check(self, segments: Sequence[Segment]) -> None:
-        seen: set[int] = set()
-        for segment in segments:
-            length = self._cache(segment.cache).length
-            if segment.cache in seen:
-                raise ValueError(f"Cache {segment.cache} occurs twice in one forward; give each sequence one segment.")
-            seen.add(segment.cache)
-            check_segment(segment, self._info.vocab_size)
-            end = length + max(depths(segment.parents, len(segment.token_ids))) + 1
-            if end > self._info.max_positions:
-                raise ValueError(f"Cache {segment.cache} would reach {end} tokens; this model takes {self._info.max_positions}.")
 
 
 def to_torch(array: mx.array) -> torch.Tensor:

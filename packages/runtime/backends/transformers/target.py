@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
-from runtime.backends.segments import check_segment, depths
+from runtime.backends.segments import check_batch, depths
 from runtime.backends.transformers import attention
 from runtime.backends.transformers.attention import BATCH, RaggedBatch
 from runtime.backends.transformers.pool import KVPool
@@ -62,7 +62,7 @@ class TransformersTarget:
         """See the protocol. ValueError, before anything changes, for a segment that makes no sense."""
         if not segments:
             return []
-        self._check(segments)
+        check_batch(segments, self.length, self._info)
         batch = RaggedBatch(self._pool.begin(segments))
         logits = self._run(batch, segments)
         self._pool.end(segments)
@@ -97,18 +97,6 @@ class TransformersTarget:
 
     def cache_bytes(self, num_tokens: int = 0, policy: CachePolicy = FULL) -> int:
         return self._pool.bytes_for(num_tokens, policy) if num_tokens else self._pool.num_bytes()
-
-    def _check(self, segments: Sequence[Segment]) -> None:
-        seen: set[int] = set()
-        for segment in segments:
-            length = self._pool.length(segment.cache)
-            if segment.cache in seen:
-                raise ValueError(f"Cache {segment.cache} occurs twice in one forward; give each sequence one segment.")
-            seen.add(segment.cache)
-            check_segment(segment, self._info.vocab_size)
-            end = length + max(depths(segment.parents, len(segment.token_ids))) + 1
-            if end > self._info.max_positions:
-                raise ValueError(f"Cache {segment.cache} would reach {end} tokens; this model takes {self._info.max_positions}.")
 
     def _run(self, batch: RaggedBatch, segments: Sequence[Segment]) -> torch.Tensor | None:
         """Run the model; returns logits [sum of num_logits, V] float32, or None if no row asks for any."""

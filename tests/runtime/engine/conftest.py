@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.backends import load_target
-from runtime.backends.base import Target
+from runtime.backends.base import Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig
 from runtime.drafters.base import Drafter
 from runtime.drafters.none import NoDrafter
+from runtime.drafters.scripted import ScriptedDrafter
 from runtime.engine.local import LocalEngine
-from runtime.features.tap import Tap
+from runtime.features.tap import CapturedTurn, Tap
 from runtime.models import ResolvedModel, Tokenizer, fingerprint, make_tiny
 from runtime.types import Done, Event, Failed, SamplingParams, TokenLogprob, Tokens
 
@@ -62,9 +65,87 @@ def tokenizer(tiny: ResolvedModel) -> Tokenizer:
     return Tokenizer.load(tiny.path)
 
 
+def track(owner: Any, makers: Sequence[str], breaker: str) -> set[int]:
+    """The handles that the owner's methods `makers` have given out and `breaker` has not taken back."""
+    if not hasattr(owner, "live_handles"):
+        live: set[int] = set()
+        owner.live_handles = live
+
+        def make(method: Callable[..., int]) -> Callable[..., int]:
+            def made(*args: Any, **kwargs: Any) -> int:
+                handle = method(*args, **kwargs)
+                live.add(handle)
+                return handle
+
+            return made
+
+        drop = getattr(owner, breaker)
+
+        def take_back(handle: int) -> None:
+            drop(handle)
+            live.remove(handle)
+
+        for name in makers:
+            setattr(owner, name, make(getattr(owner, name)))
+        setattr(owner, breaker, take_back)
+    return owner.live_handles  # type: ignore[no-any-return]
+
+
+def live_caches(target: Target) -> set[int]:
+    return track(target, ("new_cache", "fork", "restore"), "drop")
+
+
+def live_states(drafter: Drafter) -> set[int]:
+    return track(drafter, ("new_state",), "drop_state")
+
+
 @pytest.fixture
 def target(tiny: ResolvedModel) -> Target:
-    return load_target(BackendConfig(num_threads=1), ModelConfig(name="tiny", device="cpu"), tiny)
+    target = load_target(BackendConfig(num_threads=1), ModelConfig(name="tiny", device="cpu"), tiny)
+    live_caches(target)
+    return target
+
+
+def audit(engine: LocalEngine, target: Target) -> None:
+    """What must hold between any two steps: nothing is held but for a session, and as much as the session says."""
+    engine._loop.call(lambda: _audit(engine, target))
+
+
+def _audit(engine: LocalEngine, target: Target) -> None:
+    loop, stepper = engine._loop, engine._stepper
+    with engine._lock:
+        busy = [*loop._running, *(request.session for request in loop._waiting)]
+        sessions = {*engine._store, *busy}
+        assert all(session.is_generating or session.is_closed for session in busy)
+        assert {session for session in engine._store if session.is_generating} <= set(busy)
+    holding = {session for session in sessions if session.cache is not None}
+    assert live_caches(target) == {session.cache for session in holding}
+    assert set(stepper.holdings._prefixes._chains) == holding
+    for session in sessions:
+        assert session.cached <= len(session.history)
+        if session.cache is None:
+            assert (session.cached, session.dropped, session.features) == (0, 0, [])
+            continue
+        assert (session.cached, session.dropped) == (target.length(session.cache), target.dropped(session.cache))
+        window = session.options.cache_policy.window
+        if session.dropped and window is not None:
+            assert window <= session.cached - session.first_kept <= 2 * window + stepper._prefill_chunk_tokens
+        else:
+            assert session.first_kept == 0
+    drafts = [session.draft for session in sessions if session.draft is not None]
+    for drafter in stepper.drafting.loaded.values():
+        assert live_states(drafter) == {draft.handle for draft in drafts if draft.drafter is drafter}
+    assert {draft.drafter.version for draft in drafts} <= set(stepper.drafting.loaded)
+    if not sessions:
+        assert target.cache_bytes() == len(stepper.holdings._prefixes) == 0
+
+
+def tracked(method: Callable[[Drafter], Any]) -> Callable[[Drafter], Any]:
+    def call(drafter: Drafter) -> Any:
+        live_states(drafter)
+        return method(drafter)
+
+    return call
 
 
 MakeEngine = Callable[..., LocalEngine]
@@ -79,15 +160,25 @@ def make_engine(target: Target, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
     ) -> LocalEngine:
         speculation = SpeculationConfig(max_draft_tokens=max_draft_tokens)
         config = SessionsConfig(**sessions)  # type: ignore[arg-type]
-        engine = LocalEngine(target, drafter or NoDrafter(), tokenizer, speculation, config, tap)
+        drafter = drafter or NoDrafter()
+        live_states(drafter)
+        engine = LocalEngine(target, drafter, tokenizer, speculation, config, tap)
+        for name in ("swap_drafter", "add_drafter"):
+            setattr(engine, name, tracked(getattr(engine, name)))
         engine.start()
         engines.append(engine)
         return engine
 
     yield make
+    # Several engines of one test share the target, so whose caches are whose is only known of one.
+    for engine in engines:
+        if len(engines) == 1 and engine.is_running:
+            audit(engine, target)
     for engine in engines:
         engine.stop()
-    assert target.cache_bytes() == 0, "K/V left behind"
+        assert all(not live_states(drafter) for drafter in engine._stepper.drafting.loaded.values()), "draft state left behind"
+    assert not live_caches(target), "K/V left behind"
+    assert target.cache_bytes() == 0
 
 
 def run(engine: LocalEngine, prompt: list[int], params: SamplingParams, session_id: str | None = None) -> tuple[Listener, Done]:
@@ -98,3 +189,68 @@ def run(engine: LocalEngine, prompt: list[int], params: SamplingParams, session_
     listener = Listener()
     engine.generate(session_id, params, on_event=listener)
     return listener, listener.wait()
+
+
+# --- what tests are made of ---
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+def greedy_reference(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The target's own greedy continuation, one token and one forward at a time."""
+    cache = target.new_cache()
+    history, new = list(prompt), list(prompt)
+    for _ in range(num_tokens):
+        [output] = target.forward([Segment(cache, new)])
+        target.commit(cache, range(len(new)))
+        new = [int(output.logits[-1].argmax())]
+        history += new
+    target.drop(cache)
+    return history[len(prompt) :]
+
+
+def prompt_of(seed: int, length: int = 24) -> list[int]:
+    return [random.Random(seed).randrange(256) for _ in range(length)]
+
+
+def perfect(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:
+    full = [*prompt, *greedy_reference(target, prompt, 80)]
+    return ScriptedDrafter(lambda history, depth: full[len(history) : len(history) + depth], version="perfect")
+
+
+def random_drafter() -> ScriptedDrafter:
+    return ScriptedDrafter(lambda history, depth: prompt_of(len(history), depth), version="random")
+
+
+def adversarial(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:
+    """Right once, then wrong; and now and then something outside the vocabulary, or too long."""
+    full = [*prompt, *greedy_reference(target, prompt, 80)]
+
+    def script(history: Sequence[int], depth: int) -> list[int]:
+        right = full[len(history) : len(history) + 1]
+        return [*right, *[(token + 1) % 256 for token in full[len(history) + 1 : len(history) + depth]], 10**6, -1, 0, 0, 0]
+
+    return ScriptedDrafter(script, version="adversarial")
+
+
+class KeepingTap:
+    def __init__(self) -> None:
+        self.turns: list[CapturedTurn] = []
+
+    def offer(self, turn: CapturedTurn) -> bool:
+        self.turns.append(turn)
+        return True
+
+    def close(self) -> None:
+        self.turns.clear()
+
+
+def endless(engine: LocalEngine, seed: int = 0) -> tuple[str, Listener, object]:
+    session = engine.create_session()
+    engine.append(session.session_id, prompt_of(seed))
+    listener = Listener()
+    params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+    generation = engine.generate(session.session_id, params, on_event=listener)
+    while not isinstance(listener.next(), Tokens):
+        pass
+    return session.session_id, listener, generation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,13 +9,7 @@ import pytest
 from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.types import SamplingParams
 
-from .conftest import Listener, MakeEngine, run
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return [random.Random(seed).randrange(256) for _ in range(length)]
+from .conftest import GREEDY, Listener, MakeEngine, prompt_of, run
 
 
 def test_over_the_budget_idle_sessions_lose_their_cache_not_their_ids(make_engine: MakeEngine, target: Target) -> None:

@@ -14,7 +14,6 @@ from runtime.backends.base import Segment, Target
 from runtime.drafters.base import Draft, DraftRequest
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
-from runtime.engine.local import LocalEngine
 from runtime.errors import (
     CapacityExhausted,
     ContextLengthExceeded,
@@ -24,49 +23,21 @@ from runtime.errors import (
     SessionBusy,
     SessionNotFound,
 )
-from runtime.features.tap import CapturedTurn
 from runtime.types import Done, SamplingParams, SessionOptions, Started, Switch, Tokens
 
-from .conftest import Listener, MakeEngine, run
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-def greedy_reference(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The target's own greedy continuation, one token and one forward at a time."""
-    cache = target.new_cache()
-    history, new = list(prompt), list(prompt)
-    for _ in range(num_tokens):
-        [output] = target.forward([Segment(cache, new)])
-        target.commit(cache, range(len(new)))
-        new = [int(output.logits[-1].argmax())]
-        history += new
-    target.drop(cache)
-    return history[len(prompt) :]
-
-
-def prompt_of(seed: int, length: int = 24) -> list[int]:
-    return [random.Random(seed).randrange(256) for _ in range(length)]
-
-
-def perfect(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:
-    full = [*prompt, *greedy_reference(target, prompt, 80)]
-    return ScriptedDrafter(lambda history, depth: full[len(history) : len(history) + depth], version="perfect")
-
-
-def random_drafter() -> ScriptedDrafter:
-    return ScriptedDrafter(lambda history, depth: prompt_of(len(history), depth), version="random")
-
-
-def adversarial(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:
-    """Right once, then wrong; and now and then something outside the vocabulary, or too long."""
-    full = [*prompt, *greedy_reference(target, prompt, 80)]
-
-    def script(history: Sequence[int], depth: int) -> list[int]:
-        right = full[len(history) : len(history) + 1]
-        return [*right, *[(token + 1) % 256 for token in full[len(history) + 1 : len(history) + depth]], 10**6, -1, 0, 0, 0]
-
-    return ScriptedDrafter(script, version="adversarial")
+from .conftest import (
+    GREEDY,
+    KeepingTap,
+    Listener,
+    MakeEngine,
+    adversarial,
+    endless,
+    greedy_reference,
+    perfect,
+    prompt_of,
+    random_drafter,
+    run,
+)
 
 
 @pytest.mark.parametrize("kind", ["none", "perfect", "random", "adversarial"])
@@ -293,17 +264,6 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(make_engine: MakeEngine
 # --- cancelling, closing, limits ---
 
 
-def endless(engine: LocalEngine, seed: int = 0) -> tuple[str, Listener, object]:
-    session = engine.create_session()
-    engine.append(session.session_id, prompt_of(seed))
-    listener = Listener()
-    params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
-    generation = engine.generate(session.session_id, params, on_event=listener)
-    while not isinstance(listener.next(), Tokens):
-        pass
-    return session.session_id, listener, generation
-
-
 def test_cancel_keeps_the_session_and_what_was_committed(make_engine: MakeEngine, target: Target) -> None:
     engine = make_engine(random_drafter())
     session_id, listener, generation = endless(engine)
@@ -482,18 +442,6 @@ def test_a_listener_that_raises_loses_its_generation_only(make_engine: MakeEngin
     engine.generate(session.session_id, GREEDY, on_event=bad)
     listener, _ = run(engine, prompt_of(1), GREEDY)
     assert listener.token_ids == greedy_reference(target, prompt_of(1), 40)
-
-
-class KeepingTap:
-    def __init__(self) -> None:
-        self.turns: list[CapturedTurn] = []
-
-    def offer(self, turn: CapturedTurn) -> bool:
-        self.turns.append(turn)
-        return True
-
-    def close(self) -> None:
-        self.turns.clear()
 
 
 def test_the_tap_gets_every_turn_with_the_states_of_the_whole_history(make_engine: MakeEngine, target: Target) -> None:

@@ -55,6 +55,7 @@ class Outcome(StrEnum):
     SHED_QUEUE_FULL = "shed_queue_full"
     SHED_BUDGET = "shed_budget"
     SHED_CLOSED = "shed_closed"
+    SHED_DROPPED = "shed_dropped"  # a cache policy had dropped the states that the row would start with
     FAILED_IO = "failed_io"
     FAILED_NON_FINITE = "failed_non_finite"
     FAILED_UNEXPECTED = "failed_unexpected"
@@ -67,13 +68,14 @@ class CapturedTurn:
     session_id: str
     token_ids: tuple[int, ...]  # [n] or [n+1]: the whole kept history, the last token included
     generated: tuple[bool, ...]  # per token: generated in this turn
-    hidden: tuple[HiddenStates, ...]  # parts that concatenate to positions 0 .. n-1
+    hidden: tuple[HiddenStates, ...]  # parts that concatenate to positions first_position .. n-1
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     drafter_version: str = ""
     source: str = "session"
+    first_position: int = 0  # more: the session's cache policy dropped tokens, and states with them
 
     def __post_init__(self) -> None:
-        num_tokens, num_positions = len(self.token_ids), sum(len(part) for part in self.hidden)
+        num_tokens, num_positions = len(self.token_ids), self.first_position + sum(len(part) for part in self.hidden)
         assert len(self.generated) == num_tokens, f"{len(self.generated)} marks for {num_tokens} tokens"
         assert num_positions >= num_tokens - 1, f"{num_positions} positions for {num_tokens} tokens"
 
@@ -142,7 +144,7 @@ class FeatureTap:
             return Outcome.SKIPPED_SHORT
         if unit_hash("capture", f"{turn.session_id}:{len(turn.token_ids)}") >= self._config.sampling_rate:
             return Outcome.SKIPPED_SAMPLED_OUT
-        return None
+        return Outcome.SHED_DROPPED if turn.first_position else None  # a row has no holes, and starts where its history does
 
     def _enqueue(self, turn: CapturedTurn) -> Outcome | None:
         size = _hidden_bytes(turn)

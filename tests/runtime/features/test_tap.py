@@ -214,6 +214,15 @@ def test_short_turns_are_skipped(plane: Plane, target_info: TargetInfo, make_tur
     assert _nonzero(tap) == {"offered": 2, "captured": 1, "skipped_short": 1}
 
 
+def test_turns_whose_first_states_were_dropped_are_shed(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn(num_tokens=40)
+    kept = HiddenStates.concat(turn.hidden)[10:]
+    with tapping(plane, target_info) as tap:
+        assert tap.offer(replace(turn, hidden=(kept,), first_position=10)) is False
+        assert tap.offer(turn) is True
+    assert _nonzero(tap) == {"offered": 2, "shed_dropped": 1, "captured": 1}
+
+
 def test_sampling_is_deterministic_and_about_right(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
     taken = []
     turns = [make_turn(f"s{index}") for index in range(100)]

@@ -26,16 +26,13 @@ from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.plane import open_feature_plane
 from runtime.files import TEMPORARY_PREFIX
-from runtime.models import absolute, home, resolve
-from runtime.registry import Registry
+from runtime.models import absolute, home
 from training import plot
+from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
 from training.data import OfflineStream, OnlineStream
+from training.interleaved import build_online_eagle3_runtime
 from training.progress import Progress
-from training.publish import Gate
-from training.start import row_check, starting_drafter
-from training.target_weights import load_target_weights
-from training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -63,60 +60,30 @@ def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
         provenance(run_dir, config)
         _take_a_modest_share(config)
         with Progress(run_dir, console) as progress:
-            build(config, state_dir, run_dir, progress, stop).run()
+            train(prepare(config, state_dir, run_dir, progress, stop))
         picture = plot.draw(run_dir)
         if picture is not None:
             logger.info("picture of the run: %s", picture)
     return 0
 
 
-def build(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Progress, stop: threading.Event) -> Trainer:
-    """All parts of a run, put together."""
-    resolved = resolve(config.model.name)
-    target = load_target_weights(resolved, _device(config.model.device))
-    size = config.trainer.draft_vocab_size
-    is_there = size is None or size <= target.vocab_size
-    require(is_there, "trainer.draft_vocab_size", size, f"at most {target.vocab_size}, the vocabulary of {target.name}, or null")
-    features, published = config.features.root, config.registry.root
-    features_root = state_dir / "features" if features is None else absolute("features.root", features)
-    registry = Registry(state_dir / "registry" if published is None else absolute("registry.root", published))
+def train(shop: Workshop) -> None:
+    """To the run's end, with rows from where the settings say."""
+    if shop.config.mode is Mode.INTERLEAVED:
+        _, _, run_interleaved = build_online_eagle3_runtime(shop)
+        run_interleaved()
+        return
+    config = shop.config
+    root = config.features.root
+    features_root = shop.state_dir / "features" if root is None else absolute("features.root", root)
     is_shared = config.features.store is not StoreKind.MEMORY
     require(is_shared, "features.store", config.features.store.value, "directory or mooncake: no other process reads a memory")
     store, ledger = open_feature_plane(features_root, config.features)
-    logger.info("%s: rows from %s, run in %s, versions to %s", target.name, features_root, run_dir, registry.root)
-    start = starting_drafter(config.trainer.init, registry, target)
-    check = row_check(target)
+    told = (shop.target.name, features_root, shop.run_dir, shop.registry.root)
+    logger.info("%s: rows from %s, run in %s, versions to %s", *told)
     stream_of = OnlineStream if config.mode is Mode.ONLINE else OfflineStream
-    gate = Gate(
-        config.trainer.gate,
-        store,
-        ledger,
-        registry,
-        check=check,
-        embedding=target.embedding,
-        target_fingerprint=target.fingerprint,
-        start=start,
-        seed=config.trainer.seed,
-    )
-    return Trainer(
-        config.trainer,
-        config.data,
-        run_dir=run_dir,
-        structure={
-            "mode": config.mode.value,
-            "model fingerprint": target.fingerprint,
-            "trainer.init": config.trainer.init,
-            "trainer.draft_vocab_size": config.trainer.draft_vocab_size,
-        },
-        target=target,
-        stream=stream_of(store, ledger, config.trainer.run_id, config.data, check, config.trainer.seed),
-        ledger=ledger,
-        gate=gate,
-        start=start,
-        progress=progress,
-        stop=stop,
-        registry_poll_s=config.registry.poll_s,
-    )
+    stream = stream_of(store, ledger, config.trainer.run_id, config.data, shop.check, config.trainer.seed)
+    make_trainer(shop, store, ledger).fit(stream)
 
 
 def _log_to(console: Console) -> None:
@@ -126,18 +93,6 @@ def _log_to(console: Console) -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     else:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device is {name!r}; it must be auto, cpu, cuda, or cuda:<number>.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name!r}, but no CUDA device is here; use model.device=cpu.")
-    return device
 
 
 def _take_a_modest_share(config: TrainingConfig) -> None:

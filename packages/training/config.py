@@ -9,11 +9,13 @@ import re
 from dataclasses import dataclass, field
 
 from runtime.config import (
+    BackendConfig,
     Choice,
     Dtype,
     FeaturesConfig,
     ModelConfig,
     RegistryConfig,
+    SpeculationConfig,
     require,
     require_directory,
     require_period,
@@ -26,6 +28,7 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Mode(Choice):
     ONLINE = "online"  # rows of a live server, each admitted once, then replayed a bounded number of times
     OFFLINE = "offline"  # epochs over the rows that a feature directory holds; nothing there changes
+    INTERLEAVED = "interleaved"  # the target answers data.prompts in this process, and its rows are trained on as they come
 
 
 @dataclass
@@ -112,6 +115,7 @@ class DataConfig:
     replay_rows: int = 1024  # the newest so many trained rows may be replayed
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
+    prompts: str | None = None  # interleaved: a file of conversations, one JSON object a line
 
     def __post_init__(self) -> None:
         require(self.batch_rows >= 1, "data.batch_rows", self.batch_rows, "at least 1")
@@ -122,6 +126,41 @@ class DataConfig:
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
         require(self.lease_timeout_s >= 1, "data.lease_timeout_s", self.lease_timeout_s, "at least 1 second")
         require_period("data.poll_s", self.poll_s)
+        ok = self.prompts is None or bool(self.prompts.strip())
+        require(ok, "data.prompts", self.prompts, "a file of conversations, or null")
+
+
+@dataclass
+class ProducerConfig:
+    """How the target answers prompts in mode=interleaved, and how far it may run ahead of the trainer."""
+
+    max_rounds: int | None = 1  # times through the prompts; null: until the trainer ends
+    max_tokens: int = 256  # of an answer
+    temperature: float = 1.0
+    concurrency: int = 8  # answers at a time
+    swap_every_s: float = 30.0  # how old the drafter that speculates may become before the trainer's newest takes its place
+    heldout_fraction: float = 0.125  # of the prompts, for the gate
+    high_rows: int = 64  # not yet trained: the producer pauses there,
+    low_rows: int = 32  # and goes on here
+    high_mib: int = 1024
+    low_mib: int = 512
+    join_timeout_s: float = 30.0  # how long its thread may take to end
+
+    def __post_init__(self) -> None:
+        ok = self.max_rounds is None or self.max_rounds >= 1
+        require(ok, "producer.max_rounds", self.max_rounds, "at least 1, or null")
+        require(self.max_tokens >= 2, "producer.max_tokens", self.max_tokens, "at least 2: a shorter answer teaches nothing")
+        require(0.0 <= self.temperature <= 2.0, "producer.temperature", self.temperature, "between 0 and 2")
+        require(1 <= self.concurrency <= 1024, "producer.concurrency", self.concurrency, "between 1 and 1024")
+        require(self.swap_every_s >= 0, "producer.swap_every_s", self.swap_every_s, "0 or more seconds")
+        ok = 0.0 <= self.heldout_fraction <= 0.5
+        require(ok, "producer.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
+        for unit in ("rows", "mib"):
+            high, low = getattr(self, f"high_{unit}"), getattr(self, f"low_{unit}")
+            require(low >= 1, f"producer.low_{unit}", low, "at least 1")
+            require(high >= low, f"producer.high_{unit}", high, f"at least producer.low_{unit}")
+        ok = 0 < self.join_timeout_s <= 3600
+        require(ok, "producer.join_timeout_s", self.join_timeout_s, "more than 0 seconds and at most 3600")
 
 
 @dataclass
@@ -131,10 +170,16 @@ class TrainingConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)  # this and the next two: interleaved
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    producer: ProducerConfig = field(default_factory=ProducerConfig)
     mode: Mode = Mode.ONLINE
     state_dir: str | None = None  # None: `state` in the home directory of the models
 
     def __post_init__(self) -> None:
         require_directory("state_dir", self.state_dir)
+        ok = (self.mode is Mode.INTERLEAVED) == (self.data.prompts is not None)
+        expected = "a file of conversations with mode=interleaved, and null in other modes"
+        require(ok, "data.prompts", self.data.prompts, expected)
         ok = self.model.dtype is not Dtype.BFLOAT16
         require(ok, "model.dtype", self.model.dtype.value, "auto or float32: a drafter is trained in float32")

@@ -1,4 +1,4 @@
-"""Where rows come from: a live server's ledger, each row admitted once and replayed a few times, or a directory in epochs.
+"""Rows for the trainer: a live stream, each row admitted once and replayed a few times, or a directory in epochs.
 
 A stream hands out batches and hears which were trained. Online, a row is leased, trained as soon as a batch is there, and
 becomes durable with the checkpoint that holds its effect; until then a crash gives it back to the queue. Rows that were
@@ -18,10 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.errors import FeatureError, FeatureNotFound
+from runtime.errors import FeatureError, FeatureNotFound, ProducerFailed
+from runtime.features.channel import ConsumerView
+from runtime.features.leases import Leases, Rows
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
+from training.arrivals import Arrivals, ChannelArrivals, LedgerArrivals
 from training.batches import TrainingRow, supervised
 from training.config import DataConfig
 
@@ -36,7 +39,10 @@ Check = Callable[[SampleRef], str | None]
 class Stream(Protocol):
     """A source of training rows."""
 
-    is_live: bool  # more rows may come
+    @property
+    def is_live(self) -> bool:
+        """More rows may come before any of these is trained."""
+        ...
 
     def preview(self, num_rows: int) -> list[TrainingRow]:
         """Up to num_rows rows that will be trained next, without consuming them."""
@@ -84,9 +90,16 @@ class _Replayed:
 
 
 class OnlineStream:
-    is_live = True
-
-    def __init__(self, store: FeatureStore, ledger: Ledger, run_id: str, config: DataConfig, check: Check, seed: int) -> None:
+    def __init__(
+        self,
+        store: Rows,
+        ledger: Leases,
+        run_id: str,
+        config: DataConfig,
+        check: Check,
+        seed: int,
+        channel: ConsumerView | None = None,  # None: rows are whatever comes into the ledger
+    ) -> None:
         self._store = store
         self._ledger = ledger
         self._run_id = run_id
@@ -99,6 +112,15 @@ class OnlineStream:
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
         ledger.recover(run_id)
+        self._arrivals: Arrivals = (
+            LedgerArrivals(ledger, run_id, config.lease_timeout_s)
+            if channel is None
+            else ChannelArrivals(channel, ledger, run_id, config.lease_timeout_s)
+        )
+
+    @property
+    def is_live(self) -> bool:
+        return self._arrivals.is_live
 
     def preview(self, num_rows: int) -> list[TrainingRow]:
         self._lease(num_rows)
@@ -111,7 +133,7 @@ class OnlineStream:
         self._lease(size)
         fresh = [row for _, row in list(self._fresh.values())[:size]]
         again = [name for name, entry in self._replay.items() if entry.num_passes < self._config.passes]
-        is_waiting = time.monotonic() - self._arrived_at < self._config.fill_wait_s
+        is_waiting = self.is_live and time.monotonic() - self._arrived_at < self._config.fill_wait_s
         if len(fresh) + len(again) < size and is_waiting:
             return []
         order = torch.randperm(len(again), generator=self._generator).tolist() if len(fresh) < size else []
@@ -119,19 +141,22 @@ class OnlineStream:
         return _cut(fresh + replayed, self._config.max_batch_tokens)
 
     def trained(self, rows: Sequence[TrainingRow]) -> None:
+        admitted = [row.sample_id for row in rows if row.sample_id in self._fresh]
         for row in rows:
             if row.sample_id in self._fresh:
                 self._replay[row.sample_id] = _Replayed(self._fresh.pop(row.sample_id)[0], 1)
-                self._unsaved.append(row.sample_id)
-                self._num_admitted += 1
             else:
                 self._replay[row.sample_id].num_passes += 1
+        self._unsaved += admitted
+        self._num_admitted += len(admitted)
+        self._arrivals.done(admitted)
         while len(self._replay) > self._config.replay_rows:
             del self._replay[next(iter(self._replay))]
         self.keep_alive()
 
     def is_exhausted(self) -> bool:
-        return False
+        is_over = self._arrivals.is_over and not self._fresh
+        return is_over and all(entry.num_passes >= self._config.passes for entry in self._replay.values())
 
     def keep_alive(self) -> None:
         now = time.monotonic()
@@ -169,7 +194,12 @@ class OnlineStream:
         """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced."""
         self.keep_alive()
         while (missing := num_rows - len(self._fresh)) > 0:
-            refs = self._ledger.lease(self._run_id, missing, self._config.lease_timeout_s)
+            try:
+                refs = self._arrivals.take(missing)
+            except ProducerFailed:
+                if self._fresh:
+                    return  # what came before it is trained first
+                raise
             for ref in refs:
                 if ref.sample_id in self._fresh or ref.sample_id in self._replay:
                     continue  # ours before its lease ran out, and ours again
@@ -186,6 +216,7 @@ class OnlineStream:
         except FeatureError as error:
             logger.warning("row %s is not used: %s", ref.sample_id, error)
             self._ledger.fail(ref.sample_id, str(error), retryable=False)
+            self._arrivals.done([ref.sample_id])
             return None
 
     def _load_again(self, names: Sequence[str], num_rows: int) -> list[TrainingRow]:
@@ -292,7 +323,7 @@ class OfflineStream:
         return rows
 
 
-def read_row(store: FeatureStore, ref: SampleRef, check: Check) -> TrainingRow:
+def read_row(store: Rows, ref: SampleRef, check: Check) -> TrainingRow:
     """The row, if a drafter can be trained on it and judged by it. FeatureError says why not."""
     reason = check(ref)
     if reason is not None:

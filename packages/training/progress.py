@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from training.interleaved_producer import Round
 from training.learner import StepResult
 from training.publish import Published, Verdict
 
@@ -38,6 +40,8 @@ class Progress:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._console = console
         self._shown: dict[str, str] = {}
+        self._producer: dict[str, str] = {}  # its side of an interleaved run, from its thread
+        self._writing = threading.Lock()
         self._loss: float | None = None
         self._logged_at = 0.0
         self._exit = ExitStack()
@@ -77,16 +81,24 @@ class Progress:
             seconds=result.seconds,
             **figures,
         )
-        self._shown |= {
-            "step": f"{result.step}",
-            "loss": f"{self._loss:.3f}",
-            "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
-            "tokens/s": f"{rate:.0f}",
-        } | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+        self._shown = (
+            self._shown
+            | {
+                "step": f"{result.step}",
+                "loss": f"{self._loss:.3f}",
+                "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
+                "tokens/s": f"{rate:.0f}",
+            }
+            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+        )
         self._log_now_and_then()
 
     def waiting(self, figures: Mapping[str, int]) -> None:
-        self._shown |= {name.replace("_", " "): f"{value}" for name, value in figures.items()} | {"tokens/s": "waiting for rows"}
+        self._shown = (
+            self._shown
+            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+            | {"tokens/s": "waiting for rows"}
+        )
         self._log_now_and_then(every_s=12 * LOG_EVERY_S)
 
     def saved(self, step: int, directory: Path) -> None:
@@ -110,12 +122,36 @@ class Progress:
         self._shown["published"] = f"{news.version} ({news.state.value})"
         self._say(f"version {news.version} is {news.state.value}{': ' + news.reason if news.reason else ''}")
 
+    # --- events of an interleaved run's producer, from its thread ---
+
+    def prompts(self, num_prompts: int, left_out: Mapping[str, int]) -> None:
+        self._write("prompts", prompts=num_prompts, left_out=dict(left_out))
+        but = "".join(f", {count} left out: {reason.replace('_', ' ')}" for reason, count in left_out.items())
+        self._say(f"{num_prompts} prompts{but}")
+
+    def producing(self, figures: Mapping[str, str]) -> None:
+        self._producer = dict(figures)
+
+    def produced(self, made: Round) -> None:
+        self._write("round", **made.figures)
+        figures = made.figures
+        self._say(
+            f"round {made.number}: {made.num_answers} answers, {made.num_rows} rows, {made.num_heldout} held out, "
+            f"{made.num_unusable} unusable, {figures['tokens_per_s']:.0f} tokens/s, "
+            f"acceptance length {figures['acceptance_length']:.3f}"
+        )
+
+    def all_rounds_made(self, num_rounds: int | None) -> None:
+        self._write("all_rounds_made", rounds=num_rounds)
+        self._say(f"the producer has made all its rounds (producer.max_rounds is {num_rounds}); what is left is trained")
+
     # --- how it is told ---
 
     def _write(self, event: str, **values: Any) -> None:
         entry = {"event": event, "time": time.time()} | {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._writing:
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
 
     def _say(self, text: str) -> None:
         if self._live is not None:
@@ -126,13 +162,23 @@ class Progress:
     def _log_now_and_then(self, every_s: float = LOG_EVERY_S) -> None:
         if self._live is None and time.monotonic() - self._logged_at >= every_s:
             self._logged_at = time.monotonic()
-            logger.info("%s", ", ".join(f"{name} {value}" for name, value in self._shown.items()))
+            for side, figures in (("", self._shown), ("answers: ", self._producer)):
+                if figures:
+                    logger.info("%s%s", side, ", ".join(f"{name} {value}" for name, value in figures.items()))
 
     def _panel(self) -> Table:
-        table = Table(show_header=False, box=None)
-        for name, value in self._shown.items():
-            table.add_row(name, value)
-        return table
+        """The trainer's figures and, beside them, the producer's."""
+        sides = Table(show_header=False, box=None)
+        tables = [_table(figures) for figures in (self._shown, self._producer) if figures]
+        sides.add_row(*tables)
+        return sides
+
+
+def _table(figures: Mapping[str, str]) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in list(figures.items()):
+        table.add_row(name, value)
+    return table
 
 
 def _mend(path: Path) -> None:

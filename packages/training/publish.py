@@ -20,9 +20,8 @@ import torch
 from runtime import eagle3
 from runtime.drafters.ngram import NgramDrafter
 from runtime.errors import DrafterRejected, FeatureError
-from runtime.features.ledger import Ledger
+from runtime.features.leases import Leases, Rows
 from runtime.features.refs import SampleRef
-from runtime.features.store import FeatureStore
 from runtime.registry import Registry, VersionRecord, VersionState
 from runtime.types import SpeculationStats
 from training.batches import TrainingRow
@@ -83,8 +82,8 @@ class Gate:
     def __init__(
         self,
         config: GateConfig,
-        store: FeatureStore,
-        ledger: Ledger,
+        store: Rows,
+        ledger: Leases,
         registry: Registry,
         *,
         check: Check,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runtime.errors import ConfigError
-from runtime.features.ledger import Ledger
+from runtime.features.leases import Leases
 from runtime.files import temporary_directory
 from training import checkpoint
 from training.batches import TrainingRow
@@ -60,20 +60,21 @@ class Trainer:
         run_dir: Path,
         structure: Mapping[str, Any],  # settings that a resumed run must share
         target: TargetWeights,
-        stream: Stream,
-        ledger: Ledger,
+        ledger: Leases,
         gate: Gate,
         start: Baseline,
         progress: Progress,
         stop: threading.Event,
         registry_poll_s: float,
+        after_step: Callable[[Learner], None] = lambda learner: None,
     ) -> None:
         self._config = config
         self._data = data
         self._run_dir = run_dir
         self._structure = dict(structure)
         self._target = target
-        self._stream = stream
+        self._after_step = after_step
+        self._stream: Stream  # of the fit in progress
         self._ledger = ledger
         self._gate = gate
         self._start = start
@@ -87,7 +88,9 @@ class Trainer:
         self._judged = _Clock()
         self._metrics: dict[str, float] = {}  # of the last evaluation
 
-    def run(self) -> None:
+    def fit(self, stream: Stream) -> None:
+        """Train on the stream until it or the run ends. Whatever raises on the way, what was taken goes back to its source."""
+        self._stream = stream
         try:
             learner = self._resume() or self._begin()
             if learner is not None:
@@ -119,13 +122,17 @@ class Trainer:
         self._stream.trained(rows)
         self._idle_since = None
         self._progress.stepped(result, len(rows), self._stream.figures())
+        self._after_step(learner)
 
     def _wait(self, learner: Learner) -> None:
-        """Nothing to train on: use the pause to judge what was learned, else sleep."""
+        """Nothing to train on: use the pause to judge and to save what was learned, else sleep. A producer may wait for
+        the room that rows give up once they are durable."""
         self._stream.keep_alive()
-        is_new = learner.num_steps > self._judged.at_step
-        if is_new and self._idle_s() >= self._data.fill_wait_s and self._config.evaluate_every_steps is None:
+        is_pause = self._idle_s() >= self._data.fill_wait_s
+        if is_pause and learner.num_steps > self._judged.at_step and self._config.evaluate_every_steps is None:
             self._judge(learner)
+        elif is_pause and learner.num_steps > self._saved.at_step:
+            self._save(learner)
         else:
             self._sleep()
 

@@ -124,6 +124,12 @@ class ConsumerView:
             return [self._state.refs.popleft() for _ in range(min(max_rows, len(self._state.refs)))]
 
     @property
+    def is_live(self) -> bool:
+        """More may be published before anything is acknowledged."""
+        with self._state.changed:
+            return not self._state.is_closed and self._state.flow.is_open
+
+    @property
     def is_over(self) -> bool:
         """The producer closed in good order, and everything was taken."""
         with self._state.changed:

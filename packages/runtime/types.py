@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Literal
 
@@ -138,7 +139,7 @@ class SpeculationStats:
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)  # [k]: steps whose draft k was accepted
-    drafted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)  # [k]: steps whose draft, chain or tree, was deeper than k
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -149,15 +150,28 @@ class SpeculationStats:
         lists = list(self.accepted_per_position), list(self.drafted_per_position)
         return SpeculationStats(self.num_steps, self.num_drafted, self.num_accepted, *lists)
 
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verification step."""
+    def add(self, other: SpeculationStats) -> None:
+        """Add the counts of another generation."""
+        self.num_steps += other.num_steps
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        self.drafted_per_position = _sums(self.drafted_per_position, other.drafted_per_position)
+        self.accepted_per_position = _sums(self.accepted_per_position, other.accepted_per_position)
+
+    def record(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
+        """Count one verification step. depth: of a drafted tree; None: a chain's, which is num_drafted."""
         self.num_steps += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        for counts, upto in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
+        depth = num_drafted if depth is None else depth
+        for counts, upto in ((self.drafted_per_position, depth), (self.accepted_per_position, num_accepted)):
             counts.extend([0] * (upto - len(counts)))
             for k in range(upto):
                 counts[k] += 1
+
+
+def _sums(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 # --- sessions ---

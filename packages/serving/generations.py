@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from runtime.engine.base import Engine, Generation
-from runtime.errors import SessionNotFound, SlipstreamError
-from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, Started, Tokens
+from runtime.errors import SessionBusy, SessionNotFound, SlipstreamError
+from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Tokens
 from serving.admission import Admission
 from serving.metrics import Latencies
 
@@ -43,7 +43,7 @@ class Stream:
         if isinstance(event, Done | Failed):
             self._on_end()
 
-    async def next(self) -> Started | Tokens | Done:
+    async def next(self) -> Started | Tokens | HistoryTruncated | Done:
         """The next event. Not to be called again after Done or an exception, which is always a SlipstreamError."""
         event = await self._events.get()
         if isinstance(event, Failed):
@@ -64,6 +64,12 @@ class Generations:
         self._engine = engine
         self._admission = admission
         self._latencies = latencies
+        self._awaiting: set[str] = set()  # sessions whose generation waits for a permit
+
+    def check_free(self, session_id: str) -> None:
+        """SessionBusy while a generation runs on the session or waits for its permit; SessionNotFound."""
+        if session_id in self._awaiting or self._engine.get_session(session_id).state != "idle":
+            raise SessionBusy(session_id)
 
     async def in_session(
         self,
@@ -74,9 +80,13 @@ class Generations:
         request_id: str | None = None,
     ) -> Stream:
         """Continue a session that somebody else owns."""
-        self._engine.get_session(session_id)  # an unknown one does not wait for a permit
+        self.check_free(session_id)  # what cannot work does not wait for a permit
         latencies = self._latencies()
-        permit = await self._admission.acquire()
+        self._awaiting.add(session_id)
+        try:
+            permit = await self._admission.acquire()
+        finally:
+            self._awaiting.discard(session_id)
         stream = Stream(latencies, on_end=permit.release)
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
@@ -90,19 +100,46 @@ class Generations:
             undo.pop_all()
         return stream
 
-    async def one_shot(self, prompt: Sequence[int], params: SamplingParams, options: SessionOptions) -> Stream:
-        """A session for this prompt alone, closed when the generation ends."""
-        latencies = self._latencies()
+    async def one_shot(self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions) -> list[Stream]:
+        """One request's answers, each to a prompt in a session of its own, which is closed when the generation ends.
+
+        They take one permit together, so that no request waits half admitted for places that others half hold.
+        """
+        arrived = [self._latencies() for _ in asked]
         permit = await self._admission.acquire()
+        num_left = len(asked)
+
+        def ended() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                permit.release()
+
+        streams: list[Stream] = []
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
-            session_id = self._engine.create_session(options).session_id
+            for (prompt, params), latency in zip(asked, arrived, strict=True):
+                streams.append(self._start(prompt, params, options, latency, ended))
+                undo.callback(streams[-1].cancel)
+            undo.pop_all()
+        return streams
+
+    def _start(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: SessionOptions,
+        latencies: Latencies,
+        on_end: Callable[[], None],
+    ) -> Stream:
+        session_id = self._engine.create_session(options).session_id
+        with contextlib.ExitStack() as undo:
             undo.callback(self._close, session_id)
             self._engine.append(session_id, prompt)
 
             def end() -> None:
                 self._close(session_id)
-                permit.release()
+                on_end()
 
             stream = Stream(latencies, on_end=end)
             stream.generation = self._engine.generate(session_id, params, on_event=stream.put)

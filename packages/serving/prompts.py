@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from runtime.errors import ContextLengthExceeded
 from runtime.models.tokenizer import Tokenizer
+from serving.tools import Function, explained
 
 
 class Prompts:
@@ -25,10 +27,14 @@ class Prompts:
         self._check_length(self._tokenizer.min_tokens(len(prompt)))
         return await asyncio.to_thread(self._tokenizer.encode, prompt)
 
-    async def of_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def of_chat(self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Function] = ()) -> list[int]:
+        """The ids of a conversation, its last turn open for the assistant, who is told of the functions that he may call."""
+        tools = [function.declaration() for function in functions]
+        if not self._tokenizer.knows_tools:
+            messages, tools = explained(messages, functions), []
         num_chars = sum(len(message["content"]) for message in messages)
         self._check_length(max(self._tokenizer.min_tokens(num_chars), len(messages)))  # a message has a token at the least
-        return await asyncio.to_thread(self._tokenizer.encode_chat, messages)
+        return await asyncio.to_thread(self._tokenizer.encode_chat, messages, tools)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_positions:

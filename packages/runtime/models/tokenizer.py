@@ -70,8 +70,17 @@ class Tokenizer:
         """A text of so many characters cannot have fewer ids. (One whose tokenizer removes characters may; by a little.)"""
         return -(-num_chars // self._max_token_chars)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation through the model's chat template, ending where the assistant is to speak."""
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools, and writes the calls of earlier turns."""
+        templates = self._pretrained.chat_template or ""
+        return any("tools" in template for template in (templates.values() if isinstance(templates, dict) else [templates]))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a conversation through the model's chat template, ending where the assistant is to speak.
+
+        tools: declarations as transformers' templates take them; a template that does not know tools leaves them out.
+        """
         if not messages:
             raise InvalidRequest("messages", "messages is empty; send at least one message.")
         for index, message in enumerate(messages):
@@ -80,9 +89,11 @@ class Tokenizer:
         if self._pretrained.chat_template is None:
             raise InvalidRequest("messages", "This model has no chat template; send a prompt instead of messages.")
         marker = uuid.uuid4().hex
-        guarded, literals = self._guard(messages, marker)
+        (guarded, guarded_tools), literals = self._guard([list(messages), list(tools)], marker)
         try:
-            text = self._pretrained.apply_chat_template(guarded, tokenize=False, add_generation_prompt=True)
+            text = self._pretrained.apply_chat_template(
+                guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=True
+            )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
         if not literals:
@@ -95,18 +106,22 @@ class Tokenizer:
                 ids += self.encode(piece)
         return ids
 
-    def _guard(self, messages: Sequence[Mapping[str, str]], marker: str) -> tuple[list[dict[str, str]], list[str]]:
-        """The messages with each control token written in them replaced by a numbered marker, and what the numbers mean."""
+    def _guard(self, given: Any, marker: str) -> tuple[Any, list[str]]:
+        """The same with each control token written in its texts replaced by a numbered marker, and what the numbers mean."""
         literals: list[str] = []
 
         def mark(match: re.Match[str]) -> str:
             literals.append(match.group())
             return f"{marker}:{len(literals) - 1};"
 
-        def guard(value: str) -> str:
-            return self._special_pattern.sub(mark, value) if self._special_pattern else value
+        def guard(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special_pattern.sub(mark, value) if self._special_pattern else value
+            if isinstance(value, Mapping):
+                return {guard(key): guard(item) for key, item in value.items()}
+            return [guard(item) for item in value] if isinstance(value, list) else value
 
-        return [{key: guard(value) for key, value in message.items()} for message in messages], literals
+        return guard(given), literals
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids; control tokens and ids without a token are skipped, broken UTF-8 becomes U+FFFD."""

@@ -1,6 +1,6 @@
-"""From a generation's events to an HTTP response, whole or as server-sent events, while the client is there.
+"""From generations' events to an HTTP response, whole or as server-sent events, while the client is there.
 
-A client that leaves ends its generation at once, whether it waits for a permit, for a whole answer or for the next chunk.
+A client that leaves ends its generations at once, whether it waits for a permit, for a whole answer or for the next chunk.
 Pings (comments, which clients skip) keep idle connections open; a failure after the first byte is an error event, never a
 finish reason.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,12 +18,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import EngineUnavailable, SlipstreamError
-from runtime.types import Done, Started, TokenLogprob, Tokens
+from runtime.types import Done, HistoryTruncated, Started, TokenLogprob, Tokens
 from serving.generations import Stream
 from serving.http.answers import Answer
 from serving.http.errors import CLIENT_CLOSED_REQUEST, envelope_of
 
 Result = TypeVar("Result")
+AnyEvent = Started | Tokens | HistoryTruncated | Done
 
 PING_INTERVAL_S = 15.0
 
@@ -51,26 +52,75 @@ async def _disconnect(receive: Receive) -> None:
         continue
 
 
-async def whole(request: Request, stream: Stream, started: Started, answer: Answer) -> Response:
-    """The answer in one object."""
-    texts: list[str] = []
-    logprobs: list[TokenLogprob] = []
+class Choices:
+    """The generations behind one answer, and their events in the order in which they come. `started`: of the first of them."""
 
-    async def collect() -> Done:
-        while not isinstance(event := await stream.next(), Done):
+    def __init__(self, streams: Sequence[Stream], started: Started) -> None:
+        self.started = started
+        self._streams = streams
+        self._next: dict[asyncio.Task[AnyEvent], int] = {}
+        self._open = set(range(len(streams)))
+
+    async def events(self) -> AsyncIterator[tuple[int, AnyEvent]]:
+        """(choice, event) until each choice had its Done."""
+        try:
+            while self._open:
+                index, event = await self._one()
+                if isinstance(event, Done):
+                    check_not_cancelled(event)
+                    self._open.discard(index)
+                yield index, event
+        finally:
+            for task in self._next:
+                task.cancel()
+
+    async def _one(self) -> tuple[int, AnyEvent]:
+        if len(self._streams) == 1:
+            return 0, await self._streams[0].next()
+        for index in self._open - set(self._next.values()):
+            self._next[asyncio.ensure_future(self._streams[index].next())] = index
+        done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
+        task = min(done, key=self._next.__getitem__)
+        return self._next.pop(task), task.result()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def cancel(self) -> None:
+        """Stop the work, if it still runs."""
+        for stream in self._streams:
+            stream.cancel()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-session-id": self.started.session_id}
+
+
+async def whole(request: Request, choices: Choices, answer: Answer) -> Response:
+    """The answer in one object."""
+    texts: list[list[str]] = [[] for _ in range(len(choices))]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in range(len(choices))]
+    dones: dict[int, Done] = {}
+    headers = choices.headers
+
+    async def collect() -> None:
+        async for index, event in choices.events():
             if isinstance(event, Tokens):
-                texts.append(event.text)
-                logprobs.extend(event.logprobs)
-        return event
+                texts[index].append(event.text)
+                logprobs[index].extend(event.logprobs)
+            elif isinstance(event, HistoryTruncated):
+                headers["x-history-dropped"] = str(event.dropped)
+            elif isinstance(event, Done):
+                dones[index] = event
 
     try:
-        done = await while_connected(request.receive, collect())
+        await while_connected(request.receive, collect())
     except ClientLeft:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
-        stream.cancel()
-    check_not_cancelled(done)
-    return JSONResponse(answer.whole("".join(texts), logprobs, done), headers=_headers(started))
+        choices.cancel()
+    parts = [("".join(texts[index]), logprobs[index], dones[index]) for index in range(len(choices))]
+    return JSONResponse(answer.whole(parts), headers=headers)
 
 
 class EventStream(Response):
@@ -78,10 +128,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: Stream, started: Started, answer: Answer, ping_interval_s: float = PING_INTERVAL_S) -> None:
-        super().__init__(headers={**_headers(started), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, choices: Choices, answer: Answer, ping_interval_s: float = PING_INTERVAL_S) -> None:
+        super().__init__(headers={**choices.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._stream = stream
+        self._choices = choices
         self._answer = answer
         self._ping_interval_s = ping_interval_s
 
@@ -90,7 +140,7 @@ class EventStream(Response):
             with contextlib.suppress(ClientLeft):
                 await while_connected(receive, self._send_all(send))
         finally:
-            self._stream.cancel()
+            self._choices.cancel()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -99,39 +149,53 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[str]:
+        dones: dict[int, Done] = {}
         try:
             for chunk in self._answer.first():
                 yield _event(chunk)
-            async for event in self._with_pings():
-                if event is None:
+            async for item in with_pings(self._choices.events(), self._ping_interval_s):
+                if item is None:
                     yield ": ping\n\n"
-                elif isinstance(event, Tokens) and (event.text or event.logprobs):
-                    yield _event(self._answer.delta(event.text, event.logprobs))
-                elif isinstance(event, Done):
-                    check_not_cancelled(event)
-                    for chunk in self._answer.end(event):
+                    continue
+                index, event = item
+                if isinstance(event, Tokens):
+                    for chunk in self._answer.delta(index, event.text, event.logprobs):
                         yield _event(chunk)
-                    yield "data: [DONE]\n\n"
+                elif isinstance(event, HistoryTruncated):
+                    yield f": history dropped {event.dropped}\n\n"
+                elif isinstance(event, Done):
+                    dones[index] = event
+                    ended = [dones[i] for i in sorted(dones)] if len(dones) == len(self._choices) else None
+                    for chunk in self._answer.end(index, event, ended):
+                        yield _event(chunk)
+            yield "data: [DONE]\n\n"
         except SlipstreamError as error:  # the last event: no [DONE] follows what is not done
             yield _event(envelope_of(error))
 
-    async def _with_pings(self) -> AsyncIterator[Started | Tokens | Done | None]:
-        """The events up to Done; None after each ping interval without one."""
-        event: Started | Tokens | Done | None = None
-        while not isinstance(event, Done):
-            try:
-                event = await asyncio.wait_for(self._stream.next(), self._ping_interval_s)
-            except TimeoutError:
-                event = None
-            yield event
+
+async def with_pings(items: AsyncIterator[Result], interval_s: float) -> AsyncIterator[Result | None]:
+    """The items; None after each interval without one."""
+    pending = asyncio.ensure_future(anext(items, _END))
+    try:
+        while True:
+            done, _ = await asyncio.wait({pending}, timeout=interval_s)
+            if not done:
+                yield None
+                continue
+            item = pending.result()
+            if item is _END:
+                return
+            yield item
+            pending = asyncio.ensure_future(anext(items, _END))
+    finally:
+        pending.cancel()
+
+
+_END: Any = object()
 
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def _headers(started: Started) -> dict[str, str]:
-    return {"x-session-id": started.session_id}
 
 
 def check_not_cancelled(done: Done) -> None:

@@ -1,9 +1,10 @@
-"""OpenAI's endpoints: chat completions, completions, models. Each generation is a session of its own, closed at its end."""
+"""OpenAI's endpoints: chat completions, completions, models. Each choice of an answer is a generation of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
@@ -11,14 +12,17 @@ from fastapi.responses import Response
 
 from runtime.backends.base import TargetInfo
 from runtime.errors import InvalidRequest
-from runtime.types import Done, SamplingParams, SessionOptions, Started
-from serving.generations import Generations, Stream
-from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, Json
-from serving.http.delivery import ClientLeft, EventStream, check_not_cancelled, while_connected, whole
+from runtime.speculation.grammar import Grammars
+from runtime.types import Done, Grammar, SamplingParams, SessionOptions, Started
+from serving.generations import Generations
+from serving.http.answers import Answer, ChatShape, Json, Shape, TextShape
+from serving.http.chat_schema import ChatRequest
+from serving.http.delivery import Choices, ClientLeft, EventStream, check_not_cancelled, while_connected, whole
 from serving.http.errors import CLIENT_CLOSED_REQUEST, NotFound
-from serving.http.schemas import ChatRequest, CompletionRequest, SampledRequest
+from serving.http.schemas import CompletionRequest, SampledRequest
 from serving.http.token_bytes import TokenBytes
 from serving.prompts import Prompts
+from serving.tools import CallParser
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,17 @@ class ServedModel:
     info: TargetInfo
     prompts: Prompts
     token_bytes: TokenBytes
+    grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_name(self, name: str) -> None:
         if name != self.name:
             raise NotFound(f"The model {name!r} is not served here; this server has {self.name!r}.", "model_not_found", "model")
+
+    async def check_grammar(self, grammar: Grammar | None) -> None:
+        """Compiling may take a second: not on the event loop, and before anything is asked of the engine."""
+        if grammar is not None:
+            await asyncio.to_thread(self.grammars.new_state, grammar)
 
     def card(self) -> Json:
         return {
@@ -62,47 +72,58 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         model.check_name(body.model)
         messages = [message.for_template() for message in body.messages]
-        prompt = model.prompts.of_chat(messages)
+        prompts = [model.prompts.of_chat(messages, body.functions)]
         tokens = model.token_bytes if body.logprobs else None
-        return await answer(body, request, prompt, lambda started: ChatAnswer(started, model.name, body.includes_usage, tokens))
+        try:
+            return await answer(body, request, prompts, lambda: ChatShape(tokens, CallParser() if body.functions else None))
+        except InvalidRequest as error:
+            raise await asyncio.to_thread(body.blame, error, model.grammars.new_state) from error
 
     @routes.post("/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         model.check_name(body.model)
-        prompt = model.prompts.of(body.prompt)
-        return await answer(body, request, prompt, lambda started: CompletionAnswer(started, model.name, body.includes_usage))
+        prompts = [model.prompts.of(prompt) for prompt in body.prompt]
+        tokens = None if body.logprobs is None else model.token_bytes
+        return await answer(body, request, prompts, lambda: TextShape(tokens))
 
     async def answer(
-        body: SampledRequest, request: Request, prompt: Awaitable[list[int]], shape: Callable[[Started], Answer]
+        body: SampledRequest, request: Request, prompts: Sequence[Awaitable[list[int]]], shape: Callable[[], Shape]
     ) -> Response:
         try:
-            token_ids = await prompt
-            params = body.sampling_params()
-            params.check(model.info.vocab_size)
-            work = _begin(generations, token_ids, params, body.session_options())
-            stream, started = await while_connected(request.receive, work)
+            token_ids = await asyncio.gather(*prompts)
+            params = [body.params_of_choice(index) for index in range(body.num_choices)]
+            params[0].check(model.info.vocab_size)
+            await model.check_grammar(params[0].grammar)
+            asked = [(prompt, one) for prompt in token_ids for one in params]
+            options = request.state.key.consent(body.session_options())
+            choices = await while_connected(request.receive, _begin(generations, asked, options))
         except InvalidRequest as error:
             raise body.in_our_words(error) from error
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if body.stream:
-            return EventStream(stream, started, shape(started))
-        return await whole(request, stream, started, shape(started))
+        written = Answer(
+            choices.started,
+            [shape() for _ in asked],
+            model=model.name,
+            is_chat=isinstance(body, ChatRequest),
+            num_prompts=len(prompts),
+            has_usage=body.includes_usage,
+        )
+        return EventStream(choices, written) if body.stream else await whole(request, choices, written)
 
     return routes
 
 
-async def _begin(
-    generations: Generations, prompt: list[int], params: SamplingParams, options: SessionOptions
-) -> tuple[Stream, Started]:
-    """Start the generation. Until its first event, whatever fails becomes an HTTP status."""
-    stream = await generations.one_shot(prompt, params, options)
+async def _begin(generations: Generations, asked: Sequence[tuple[list[int], SamplingParams]], options: SessionOptions) -> Choices:
+    """Start the generations. Until the first event of the first, whatever fails becomes an HTTP status."""
+    streams = await generations.one_shot(asked, options)
     try:
-        started = await stream.next()
-    except BaseException:  # the client left: nobody else would stop it
-        stream.cancel()
+        started = await streams[0].next()
+        if isinstance(started, Done):  # it never ran
+            check_not_cancelled(started)
+        assert isinstance(started, Started)
+    except BaseException:  # it failed, or the client left: nobody else would stop them
+        for stream in streams:
+            stream.cancel()
         raise
-    if isinstance(started, Done):  # it never ran
-        check_not_cancelled(started)
-    assert isinstance(started, Started)
-    return stream, started
+    return Choices(streams, started)

@@ -1,4 +1,4 @@
-"""The bodies that the OpenAI endpoints take, and what each field means to the engine.
+"""The bodies that the OpenAI endpoints take, and what each field means to the engine: what all share, and /v1/completions.
 
 A field that is listed here is honoured. Any other, and any value that could not be honoured, is refused with the field's
 name, the first of them alone: nobody's hundred thousand mistakes are listed while others wait. `null` is the same as leaving
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -17,16 +18,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
-from runtime.types import SamplingParams, SessionOptions, Switch
+from runtime.types import SEED_RANGE, SamplingParams, SessionOptions, Switch
 
 MAX_STOP_STRINGS = 4
+MAX_CHOICES = 16  # answers to one prompt
+MAX_PROMPTS = 64
 MAX_METADATA = 16
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{,17}")  # one spelling, so that no id is given twice
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
@@ -42,7 +44,7 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
@@ -53,40 +55,11 @@ class _Body(BaseModel):
         return {name: value for name, value in data.items() if name not in more} if more else data
 
 
-def _joined_text(content: Any) -> Any:
-    """A list of text parts is their text; anything else is for the type check."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text or set(part) != {"type", "text"}:
-            raise ValueError(f'Content part {index} is not {{"type": "text", "text": ...}}; this server takes text alone.')
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, BeforeValidator(_joined_text)]
-    name: Text | None = None
-    tool_call_id: Text | None = None
-
-    def for_template(self) -> dict[str, str]:
-        role = "system" if self.role == "developer" else self.role  # its successor in OpenAI's words
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": role, "content": self.content, **{key: value for key, value in optional.items() if value is not None}}
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
-    type: Literal["text"]
-
-
-class Speculation(_Body):
+class Speculation(Body):
     enabled: bool = True
     max_draft_tokens: int | None = None
 
@@ -127,7 +100,7 @@ _SAME_NAMES = (  # as in SamplingParams
 )
 
 
-class SampledRequest(_Body):
+class SampledRequest(Body):
     """What both endpoints share."""
 
     model: Text
@@ -154,10 +127,16 @@ class SampledRequest(_Body):
 
     @field_validator("n")
     @classmethod
-    def _one_choice(cls, n: int | None) -> int | None:
-        if n not in (None, 1):
-            raise ValueError(f"n must be 1, got {n}; send the request again for another answer.")
+    def _some_choices(cls, n: int | None) -> int | None:
+        if n is not None and not 1 <= n <= MAX_CHOICES:
+            raise ValueError(f"n must lie in 1..{MAX_CHOICES}, got {n}.")
         return n
+
+    @model_validator(mode="after")
+    def _can_end(self) -> SampledRequest:
+        if self.ignore_eos and self._more_params().get("grammar") is not None:
+            raise ValueError("ignore_eos cannot be met together with a response_format or tools, whose answers must end.")
+        return self
 
     @field_validator("stream_options")
     @classmethod
@@ -179,6 +158,16 @@ class SampledRequest(_Body):
     def prompt_field(self) -> str:
         return "prompt"
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    def params_of_choice(self, index: int) -> SamplingParams:
+        """Those of answer `index` to one prompt: a seed gives each its own stream of random numbers."""
+        params = self.sampling_params()
+        return params if params.seed is None or not index else replace(params, seed=_next_seed(params.seed, index))
+
     def sampling_params(self) -> SamplingParams:
         given = {name: value for name in _SAME_NAMES if (value := getattr(self, name)) is not None}
         speculation = self.speculation or Speculation()
@@ -189,10 +178,11 @@ class SampledRequest(_Body):
             stop=tuple(self.stop or ()),
             speculate=speculation.enabled,
             max_draft_tokens=speculation.max_draft_tokens,
-            **self._logprobs(),
+            **self._more_params(),
         )
 
-    def _logprobs(self) -> Mapping[str, Any]:
+    def _more_params(self) -> Mapping[str, Any]:
+        """What only one of the endpoints has."""
         return {}
 
     def session_options(self) -> SessionOptions:
@@ -211,67 +201,46 @@ class SampledRequest(_Body):
         return kind(names.get(error.param, error.param), error.message)
 
 
-class ChatRequest(SampledRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], FailFast()]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Literal["none"] | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _some_message(cls, messages: list[Message]) -> list[Message]:
-        if not messages:
-            raise ValueError("messages is empty; send at least one message.")
-        return messages
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _one_limit(cls, limit: int | None, info: ValidationInfo) -> int | None:
-        older = info.data.get("max_tokens")
-        if limit is not None and older is not None and limit != older:
-            raise ValueError(f"max_completion_tokens is {limit} but max_tokens, its older name, is {older}; give one of them.")
-        return limit
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _no_tools(cls, tools: Any) -> Any:
-        if tools:
-            raise ValueError("This server calls no tools; leave tools out or empty.")
-        return tools
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
-    @property
-    def prompt_field(self) -> str:
-        return "messages"
-
-    def _logprobs(self) -> Mapping[str, Any]:
-        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0}
+def _next_seed(seed: int, index: int) -> int:
+    low, high = SEED_RANGE
+    return (seed + index - low) % (high - low + 1) + low
 
 
-def _checked_prompt(prompt: Any) -> Any:
-    is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
-    if not (is_ids or isinstance(prompt, str)):
-        raise ValueError("prompt must be one text or one list of token ids.")
+def _checked_prompts(prompt: Any) -> Any:
+    """One text or list of ids, or a list of either: a list of prompts."""
+    if not isinstance(prompt, str | list):
+        raise ValueError("prompt must be a text, a list of token ids, or a list of either.")
     if not prompt:
         raise ValueError("prompt is empty; give at least one token.")
-    return _unicode(prompt) if isinstance(prompt, str) else prompt
+    is_one = isinstance(prompt, str) or type(prompt[0]) is int
+    prompts = [prompt] if is_one else prompt
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"prompt holds {len(prompts)} prompts; up to {MAX_PROMPTS} are taken at once.")
+    for index, one in enumerate(prompts):
+        where = "prompt" if is_one else f"prompt[{index}]"
+        is_ids = isinstance(one, list) and all(type(token_id) is int for token_id in one)
+        if not (is_ids or isinstance(one, str)):
+            raise ValueError(f"{where} must be one text or one list of token ids.")
+        if not one:
+            raise ValueError(f"{where} is empty; give at least one token.")
+        if isinstance(one, str):
+            _unicode(one)
+    return prompts
 
 
 class CompletionRequest(SampledRequest):
     """POST /v1/completions: text, or token ids, continued as they stand."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_checked_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_checked_prompts)]
+    logprobs: int | None = None
+    echo: Literal[False] | None = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
         return "max_tokens", COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def _more_params(self) -> Mapping[str, Any]:
+        return {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
+
+    def in_our_words(self, error: InvalidRequest) -> InvalidRequest:
+        return super().in_our_words(InvalidRequest("logprobs", error.message) if error.param == "top_logprobs" else error)

@@ -20,8 +20,8 @@ from runtime.rpc.client import RuntimeClient
 from runtime.types import Done, Failed, SpeculationStats, Started, Tokens, Usage
 from serving.config import AdmissionConfig
 from serving.generations import Stream
-from serving.http.answers import CompletionAnswer
-from serving.http.delivery import EventStream
+from serving.http.answers import Answer, TextShape
+from serving.http.delivery import Choices, EventStream
 from serving.metrics import ServerMetrics
 
 from ..conftest import Running, StartServer, wait_for
@@ -207,7 +207,8 @@ async def respond(events: list[tuple[float, Any]], ping_interval_s: float) -> As
     """What a client sees when these events come after these delays."""
     asgi = Asgi()
     stream = Stream(ServerMetrics().new_request(), on_end=lambda: None)
-    response = EventStream(stream, STARTED, CompletionAnswer(STARTED, "tiny", False), ping_interval_s)
+    answer = Answer(STARTED, [TextShape(None)], model="tiny", is_chat=False, num_prompts=1, has_usage=False)
+    response = EventStream(Choices([stream], STARTED), answer, ping_interval_s)
     answering = asyncio.create_task(response({"type": "http"}, asgi.receive, asgi.send))
     for delay_s, event in events:
         await asyncio.sleep(delay_s)

@@ -24,6 +24,19 @@ from ..conftest import Running
 
 GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 USER = {"role": "user"}
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BAD_CALL = CALL | {"function": {"name": "f", "arguments": "{"}}
+
+
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+TOOL = tool("f", {"type": "object"})
 
 
 def post(running: Running, path: str, **request: Any) -> httpx.Response:
@@ -45,7 +58,10 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"messages": [USER | {"content": "Hi"}, {"role": "robot", "content": "Hi"}]}, "messages[1].role"),
         ({"messages": [USER | {"content": "Hi", "tool_calls": []}]}, "messages[0].tool_calls"),
         ({"messages": [USER | {"content": "ab" * 1500}]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "a"}]}, "messages"),  # this model's template has no tools
+        ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "x"}]}]}, "messages[0].tool_calls[0].type"),
+        ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages[0].tool_calls[0].function.arguments"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -3}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
@@ -60,7 +76,7 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
         ({"n": 0}, "n"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
@@ -83,8 +99,19 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"chunk": 1}}, "stream_options.chunk"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": json_schema({"uniqueItems": True})}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema({"type": "nothing"})}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(True)}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL, tool("g", {"not": {}})]}, "tools[1].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"user": 5}, "user"),
         ({"metadata": {"a": 1}}, "metadata.a"),
@@ -99,7 +126,7 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"best_of": 2}, "best_of"),
     ],
 )
-def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict[str, Any], param: str) -> None:
+def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict[str, Any], param: str | None) -> None:
     response = post(
         running, "/v1/chat/completions", content=json.dumps(GOOD | change), headers={"content-type": "application/json"}
     )
@@ -118,7 +145,8 @@ def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict
     [
         ("", 1),
         ([], 1),
-        (["a", "b"], 1),
+        (["a", ""], 1),
+        (["a", 5], 1),
         ([1, -1], 1),
         ([1, 320], 1),
         ([True], 1),

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
 from runtime.types import SamplingParams
-from serving.http.schemas import ChatRequest, CompletionRequest
+from serving.http.chat_schema import ChatRequest
+from serving.http.schemas import CompletionRequest
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -53,7 +54,7 @@ def test_every_field_reaches_the_engine() -> None:
 def test_no_sampling_setting_of_the_engine_is_left_out() -> None:
     """A new one must be offered here, or its absence said here."""
     not_offered = {"stop_token_ids", "include_stop"}
-    renamed = {"speculate", "max_draft_tokens"}  # under `speculation`
+    renamed = {"speculate", "max_draft_tokens", "grammar"}  # under `speculation`; response_format and tools
     assert set(SamplingParams.__dataclass_fields__) - not_offered - renamed <= set(ChatRequest.model_fields)
 
 

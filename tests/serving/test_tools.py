@@ -10,7 +10,7 @@ import pytest
 
 from runtime.models import Tokenizer, resolve
 from runtime.speculation.grammar import Grammars
-from serving.http.tools import CallParser, Delta, Function, explained, grammar_of
+from serving.tools import CallParser, Delta, Function, explained, grammar_of
 
 WEATHER = Function("weather", "of a city", {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
 CLOCK = Function("clock")
@@ -54,7 +54,7 @@ def test_the_grammar(grammars: Grammars, tokenizer: Tokenizer, choice: str, para
 
 
 def test_with_a_format_text_without_calls_follows_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    state = grammars.new_state(grammar_of([CLOCK], "auto", parallel=True, text='{"type": "boolean"}'))
+    state = grammars.new_state(grammar_of([CLOCK], "auto", parallel=True, text={"type": "boolean"}))
     for text, is_whole in (("true", True), (TIME, True), ("maybe", False)):
         mask = state.allowed(tokenizer.encode(text))
         assert (mask is not None and bool(mask[list(tokenizer.eos_token_ids)].all())) is is_whole
@@ -115,14 +115,19 @@ def test_an_unfinished_call_stays_unfinished() -> None:
 
 
 def test_a_template_without_tools_is_told_in_words() -> None:
+    calls = [{"function": {"name": "clock", "arguments": {}}}]
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]},
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "12:00", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "13:00", "tool_call_id": "call_2"},
+        {"role": "user", "content": "Thanks."},
     ]
-    told = explained(messages, [WEATHER])
-    assert [message["role"] for message in told] == ["system", "assistant", "tool"]
-    assert told[0]["content"].startswith("Be brief.\n\n")
-    assert '"name": "weather"' in told[0]["content"]
-    assert told[1] == {"role": "assistant", "content": TIME}
-    assert [message["role"] for message in explained(messages[1:], [WEATHER])] == ["system", "assistant", "tool"]
+    system, assistant, *rest = explained(messages, [WEATHER])
+    assert system["content"].startswith("Be brief.\n\n")
+    assert '"name": "weather"' in system["content"]
+    assert assistant == {"role": "assistant", "content": TIME}
+    results = "<tool_response>\n12:00\n</tool_response>\n<tool_response>\n13:00\n</tool_response>"
+    assert rest == [{"role": "user", "content": results}, {"role": "user", "content": "Thanks."}]
+    assert [message["role"] for message in explained(messages[1:], [WEATHER])] == ["system", "assistant", "user", "user"]
+    assert explained(messages[4:], []) == messages[4:]

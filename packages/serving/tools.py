@@ -43,8 +43,18 @@ class Function:
 
 
 def explained(messages: Sequence[Mapping[str, Any]], functions: Sequence[Function]) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools: told in the system message, earlier calls as text."""
-    told = [_as_text(message) for message in messages]
+    """The conversation for a template that knows no tools: told in the system message, calls and their results as text."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool":
+            told.append(_call_as_text(message))
+            continue
+        result = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if told and told[-1].get("is_result"):  # several calls, one turn of results
+            told[-1]["content"] += "\n" + result
+        else:
+            told.append({"role": "user", "content": result, "is_result": True})
+    told = [{key: value for key, value in message.items() if key != "is_result"} for message in told]
     if not functions:
         return told
     listed = "\n".join(json.dumps(function.declaration()["function"], ensure_ascii=False) for function in functions)
@@ -57,14 +67,14 @@ def explained(messages: Sequence[Mapping[str, Any]], functions: Sequence[Functio
     return [{"role": "system", "content": text}, *told]
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def _call_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") or ()
     texts = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in calls]
     content = "\n".join(filter(None, [message["content"], *texts]))
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
-def grammar_of(functions: Sequence[Function], choice: str, *, parallel: bool, text: str | None = None) -> Grammar:
+def grammar_of(functions: Sequence[Function], choice: str, *, parallel: bool, text: Mapping[str, Any] | None = None) -> Grammar:
     """What the answer must be. choice: "auto", "required", or the name of one of the functions.
 
     text: the JSON schema that an answer without calls must follow; None: free text, also before the first call.
@@ -78,16 +88,19 @@ def grammar_of(functions: Sequence[Function], choice: str, *, parallel: bool, te
         start = f"start: text | opened call {json.dumps(_end())} {more}\ntext: TEXT\nopened[lazy]: TEXT {json.dumps(OPEN)}"
         start += "\nTEXT: /(.|\\n)*/"
     else:
-        start = f"start: text | {json.dumps(OPEN)} call {json.dumps(_end())} {more}\ntext: %json {text}"
+        start = f"start: text | {json.dumps(OPEN)} call {json.dumps(_end())} {more}\ntext: %json {_json(text)}"
     rules = [start, "call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
     if parallel:
         rules.append(f"next: {json.dumps(chr(10) + OPEN)} call {json.dumps(_end())}")
     for index, function in enumerate(functions):
         head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
-        schema = dict(_ANY_OBJECT if function.parameters is None else function.parameters) | _STYLE
         rules.append(f'call_{index}: {json.dumps(head)} args_{index} "}}"')
-        rules.append(f"args_{index}: %json {json.dumps(schema)}")
+        rules.append(f"args_{index}: %json {_json(function.parameters or _ANY_OBJECT)}")
     return Grammar("lark", "\n".join(rules) + "\n")
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps(dict(schema) | _STYLE)
 
 
 def _end() -> str:

@@ -40,6 +40,11 @@ class PoolProtocol(Choice):
     RDMA = "rdma"
 
 
+class Numerics(Choice):
+    DEFAULT = "default"  # forwards of different shapes may differ in a token's last bits
+    INVARIANT = "invariant"  # a token's logits are the same whatever is computed beside it; float32 on a CPU
+
+
 class DrafterKind(Choice):
     AUTO = "auto"  # the registry's active version, else the embedded drafter of the model, else ngram
     EAGLE3 = "eagle3"  # the checkpoint directory named by drafter.path
@@ -80,6 +85,7 @@ class ModelConfig:
 class BackendConfig:
     name: str = "transformers"
     num_threads: int | None = None  # CPU threads of the forward; None: torch's own choice
+    numerics: Numerics = Numerics.DEFAULT
 
     def __post_init__(self) -> None:
         require_threads("backend.num_threads", self.num_threads)
@@ -114,9 +120,7 @@ class SessionsConfig:
     max_batch_sessions: int = 16  # sessions in one forward
     prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace
     kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
-    prefix_reuse: bool = (
-        True  # sessions take over K/V from others that begin with the same ids; off, as timing then tells nothing
-    )
+    prefix_reuse: bool = True  # a session takes over K/V of any other that begins alike; its speed then tells that there is one
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "sessions.max_sessions", self.max_sessions, "at least 1")
@@ -160,7 +164,8 @@ class MooncakeConfig:
     segment_mib: int = 0  # memory lent to the pool for as long as this process lives; 0: others lend theirs
 
     def __post_init__(self) -> None:
-        require(":" in self.master, "features.mooncake.master", self.master, "an address such as 10.0.0.1:50052")
+        has_port = self.master.rpartition(":")[2].isdigit()
+        require(has_port, "features.mooncake.master", self.master, "an address such as 10.0.0.1:50052")
         require(
             "://" in self.metadata,
             "features.mooncake.metadata",

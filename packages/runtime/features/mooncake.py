@@ -11,11 +11,13 @@ outlive the server, let a `mooncake_client` of its own lend the memory, and leav
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import torch
 
@@ -28,6 +30,7 @@ from runtime.features.store import Handle
 
 SCHEME = "mooncake://"
 KEY = re.compile(rf"(?P<store_id>[0-9a-f]{{16}})/{NAME.pattern}")
+KNOCK_TIMEOUT_S = 5.0
 LOCAL_BUFFER_BYTES = 256 << 20  # of each member, for what is in transit: the largest row that can be read
 
 # Mooncake's answers, from its ErrorCode
@@ -40,11 +43,11 @@ REPLICA_BUSY = -703  # it is being written still, or copied
 class Pool:
     """Blobs as keys of a Mooncake pool, all of them below one prefix."""
 
-    def __init__(self, client: Any, place: str, prefix: str) -> None:
+    def __init__(self, client: Any, prefix: str) -> None:
         self._client = client
         self._pinned = _pinned()
         self._prefix = prefix
-        self.place = place
+        self.place = "the Mooncake pool"
 
     def uri(self, name: str) -> str:
         return SCHEME + self._key(name)
@@ -79,12 +82,14 @@ class Pool:
         return answer
 
     def remove(self, name: str) -> bool:
-        code = self._client.remove(self._key(name))
-        if code in (LEASED, REPLICA_BUSY):
-            return False
-        if code not in (0, NOT_FOUND):
+        return self.try_to_remove(name) in (0, NOT_FOUND)
+
+    def try_to_remove(self, name: str) -> int:
+        """0, NOT_FOUND, or for not yet LEASED or REPLICA_BUSY. Asking for a key's size leases it too, so do not ask before."""
+        code: int = self._client.remove(self._key(name))
+        if code not in (0, NOT_FOUND, LEASED, REPLICA_BUSY):
             raise self._failure("remove", name, code)
-        return True
+        return code
 
     def sweep(self, known: Collection[str], before: float) -> int:
         return 0  # what no index knows is not ours to judge: it may be another machine's
@@ -103,7 +108,7 @@ class Pool:
 
     def _failure(self, what: str, name: str, code: int) -> FeatureError:
         return FeatureError(
-            f"{what} of {self.uri(name)} failed with Mooncake's code {code}. See that its master and members run ({self.place})."
+            f"{what} of {self.uri(name)} failed with Mooncake's code {code}. See that the pool's master and members run."
         )
 
 
@@ -116,15 +121,14 @@ class MooncakeStore(IndexedStore):
         self,
         root: Path,
         budget_bytes: int,
-        config: MooncakeConfig,
+        client: Any,  # a MooncakeDistributedStore that has joined a pool; closed with the store
         *,
         dtype: torch.dtype = torch.bfloat16,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        client = _join(config)
         index = open_index(root)
         [(store_id,)] = index.read("SELECT store_id FROM usage")
-        pool = Pool(client, f"the Mooncake pool of {config.master}", f"{store_id}/")
+        pool = Pool(client, f"{store_id}/")
         super().__init__(index, pool, budget_bytes, dtype=dtype, clock=clock)
         self._store_id = store_id
         self._foreign_stale: set[str] = set()  # released here, and leased in the pool still
@@ -138,11 +142,12 @@ class MooncakeStore(IndexedStore):
         key = self._foreign_key(handle)
         if key is None:
             return super().release(handle)
-        if key in self._foreign_stale or self._blobs.size(key) is None:
+        if key in self._foreign_stale:
             return False
-        if not self._blobs.remove(key):
+        code = self._blobs.try_to_remove(key)
+        if code in (LEASED, REPLICA_BUSY):
             self._foreign_stale.add(key)
-        return True
+        return code != NOT_FOUND
 
     def gc(self, max_hold_age_s: float, needed: Collection[tuple[str, int]] | None = None) -> int:
         return self._retry_foreign() + super().gc(max_hold_age_s, needed)
@@ -174,7 +179,7 @@ class MooncakeStore(IndexedStore):
 
 
 def open_store(config: FeaturesConfig, root: Path, dtype: torch.dtype) -> MooncakeStore:
-    return MooncakeStore(root, config.budget_mib << 20, config.mooncake, dtype=dtype)
+    return MooncakeStore(root, config.budget_mib << 20, join(config.mooncake), dtype=dtype)
 
 
 def _package() -> Any:
@@ -194,9 +199,12 @@ def _pinned() -> Any:
     return config
 
 
-def _join(config: MooncakeConfig) -> Any:
-    """A client that is a member of the pool."""
-    client = _package().MooncakeDistributedStore()
+def join(config: MooncakeConfig) -> Any:
+    """A client that is a member of the pool. ConfigError, saying which setting, if it cannot be one."""
+    package = _package()
+    _knock("features.mooncake.master", config.master, urlsplit(f"//{config.master}"))
+    _knock("features.mooncake.metadata", config.metadata, urlsplit(config.metadata))
+    client = package.MooncakeDistributedStore()
     code = client.setup(
         config.host,
         config.metadata,
@@ -208,8 +216,17 @@ def _join(config: MooncakeConfig) -> Any:
     )
     if code:
         raise ConfigError(
-            f"features.mooncake.master is {config.master!r} and metadata {config.metadata!r}, but joining the pool failed "
-            f"with Mooncake's code {code}. Start mooncake_master, and see that features.mooncake.host {config.host!r} is "
-            "an address of this machine."
+            f"features.mooncake.host is {config.host!r}, but joining the pool of {config.master} failed with Mooncake's code "
+            f"{code}. Give an address of this machine, and see that the pool's other members reach it."
         )
     return client
+
+
+def _knock(setting: str, value: str, address: SplitResult) -> None:
+    """Mooncake itself tries for minutes before it gives up."""
+    try:
+        socket.create_connection((address.hostname or "", address.port or 80), timeout=KNOCK_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {value!r}, but nothing answers there ({error}). Start mooncake_master with its metadata server."
+        ) from error

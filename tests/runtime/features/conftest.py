@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from runtime.backends.base import TargetInfo
+from runtime.config import FeaturesConfig, MooncakeConfig, StoreKind
 from runtime.features import (
     CapturedTurn,
     FeatureRow,
     FeatureSpec,
+    FeatureStore,
     Ledger,
     LocalDirectoryStore,
     SampleMeta,
@@ -179,3 +185,112 @@ def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
     yield nursery
     nursery.close()
+
+
+class MooncakePool:
+    """A real mooncake_master on free ports, and stores that are members of its pool."""
+
+    LEASE_MS = 100
+
+    def __init__(self, log: Path) -> None:
+        self._ports = [_free_port() for _ in range(3)]
+        self._log = log
+        self._members: dict[int, Any] = {}
+        self.start_master()
+
+    def start_master(self) -> None:
+        rpc, http, metrics = self._ports
+        command = [
+            str(Path(sys.executable).with_name("mooncake_master")),
+            f"--rpc_port={rpc}",
+            "--enable_http_metadata_server=true",
+            f"--http_metadata_server_port={http}",
+            f"--metrics_port={metrics}",
+            f"--default_kv_lease_ttl={self.LEASE_MS}",
+        ]
+        with self._log.open("wb") as output:
+            self._master = subprocess.Popen(command, stdout=output, stderr=output)
+        deadline = time.monotonic() + 30
+        while any(not _answers(port) for port in (rpc, http)):
+            assert self._master.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.02)
+
+    def config(self, *, budget_mib: int = 4096, segment_mib: int = 16) -> FeaturesConfig:
+        rpc, http, _ = self._ports
+        pool = MooncakeConfig(f"127.0.0.1:{rpc}", f"http://127.0.0.1:{http}/metadata", segment_mib=segment_mib)
+        return FeaturesConfig(store=StoreKind.MOONCAKE, budget_mib=budget_mib, mooncake=pool)
+
+    def store(self, root: Path, budget_bytes: int, *, segment_mib: int = 64, **options: Any) -> FeatureStore:
+        """Stores that lend as much share one member: each takes seconds to leave."""
+        from runtime.features.mooncake import MooncakeStore, join
+
+        if segment_mib not in self._members:
+            self._members[segment_mib] = join(self.config(segment_mib=segment_mib).mooncake)
+        return MooncakeStore(root, budget_bytes, _Shared(self._members[segment_mib]), **options)
+
+    def close(self) -> None:
+        for member in self._members.values():
+            member.close()
+        self.kill_master()
+
+    def kill_master(self) -> None:
+        self._master.kill()
+        self._master.wait()
+
+
+class _Shared:
+    """A member that the closing of one store leaves in the pool."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._member, name)
+
+    def close(self) -> None:
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="session")
+def start_mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], MooncakePool]]:
+    """Starts a pool; all of them end with the session."""
+    reason = _why_no_mooncake()
+    if reason:
+        pytest.skip(reason)
+    started: list[MooncakePool] = []
+
+    def start() -> MooncakePool:
+        started.append(MooncakePool(tmp_path_factory.mktemp("mooncake") / "master.log"))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.features.mooncake.LOCAL_BUFFER_BYTES", 16 << 20)  # the rows here are small
+        yield start
+    for pool in started:
+        pool.close()
+
+
+def _why_no_mooncake() -> str:
+    try:
+        import_module("mooncake.store")
+    except ImportError as error:
+        return f"the Mooncake package cannot be loaded here: {error}"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def mooncake_pool(start_mooncake: Callable[[], MooncakePool]) -> MooncakePool:
+    return start_mooncake()

@@ -5,6 +5,8 @@
     SlipstreamError
     |- InvalidRequest (ValueError)         a request that can never work; `param` names the field
     |  '- ContextLengthExceeded            prompt + max_tokens do not fit the model's context
+    |- Unauthenticated (PermissionError)   no key, or one that the server does not know
+    |- PermissionDenied (PermissionError)  a key that may not do this
     |- SessionNotFound (KeyError)          `reason`: UNKNOWN, CLOSED, EVICTED_TTL, EVICTED_LRU
     |- SessionBusy (RuntimeError)          one operation per session at a time
     |- HistoryMismatch (RuntimeError)      expected_history_length differs from the session's
@@ -49,6 +51,14 @@ class InvalidRequest(SlipstreamError, ValueError):
 
 class ContextLengthExceeded(InvalidRequest):
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class Unauthenticated(SlipstreamError, PermissionError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(SlipstreamError, PermissionError):
+    reason = "PERMISSION_DENIED"
 
 
 class SessionNotFound(SlipstreamError, KeyError):
@@ -110,7 +120,8 @@ class DrafterNotFound(SlipstreamError, KeyError):
 
 
 class SavedSessionRejected(SlipstreamError, ValueError):
-    """`reason`: SAVED_NOT_FOUND, SAVED_UNREADABLE, SAVED_OTHER_TARGET, SAVED_OTHER_TOKENIZER or SAVED_OTHER_CACHE_POLICY."""
+    """`reason`: SAVED_NOT_FOUND, SAVED_EXISTS, SAVED_UNREADABLE, SAVED_OTHER_TARGET, SAVED_OTHER_TOKENIZER or
+    SAVED_OTHER_CACHE_POLICY."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -19,27 +19,34 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
 
 from runtime.errors import EngineUnavailable
+from serving import tls
 from serving.admission import Admission
 from serving.assembly import Parts, assemble
+from serving.auth import Keys
 from serving.config import ServingConfig
+from serving.drafter_servicer import DrafterServicer
 from serving.generations import Generations
+from serving.grpc_server import GrpcServer
 from serving.http.app import create_app
 from serving.http.openai import ServedModel
 from serving.http.token_bytes import TokenBytes
 from serving.metrics import ServerMetrics, Sources
-from serving.ports import open_grpc, open_http
+from serving.ports import is_loopback, open_grpc, open_http
 from serving.prompts import Prompts
-from serving.servicers import GrpcServer, RuntimeServicer
+from serving.saved_sessions import SavedSessions
+from serving.servicers import RuntimeServicer
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
+ENGINE_POLL_S = 0.5  # how long health may not know that the engine failed
 GOODBYE_S = 5.0  # for last events to reach their clients once the engine has stopped
 
 
@@ -99,6 +106,8 @@ class Server:
         self.run_id = f"serving-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.metrics = ServerMetrics()
         self.admission = Admission(config.admission)
+        self.keys = None if config.auth.keys_file is None else Keys.load(Path(config.auth.keys_file))
+        tls.check(config.tls)
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -111,34 +120,62 @@ class Server:
     async def serve(self, on_ready: Callable[[Parts, Ready], None]) -> None:
         """Serve until `stop`. ConfigError, ModelError or DrafterRejected if it cannot begin."""
         config = self.config.server
-        grpc = GrpcServer(config.max_request_mib * 2**20)
+        grpc = GrpcServer(
+            self.keys,
+            open_probes=self.config.auth.open_probes,
+            max_request_bytes=config.max_request_mib * 2**20,
+            max_calls=config.max_calls,
+        )
         with contextlib.closing(open_http(config)) as listener:
-            grpc_port = open_grpc(grpc, config)
-            ready = Ready(f"http://{place(config.host, listener.getsockname()[1])}", place(config.host, grpc_port))
+            grpc_port = open_grpc(grpc, config, self.config.tls)
+            scheme = "http" if self.config.tls.certificate is None else "https"
+            ready = Ready(f"{scheme}://{place(config.host, listener.getsockname()[1])}", place(config.host, grpc_port))
+            self._warn_if_open()
             try:
                 parts = await asyncio.to_thread(assemble, self.config, self.run_id, self.metrics.drafter_swap.observe)
                 await self._serve(parts, grpc, listener, lambda: on_ready(parts, ready))
             finally:
                 await grpc.stop(0)
 
+    def _warn_if_open(self) -> None:
+        if self.keys is None and not is_loopback(self.config.server.host):
+            log.warning(
+                "ANYBODY WHO REACHES %s MAY USE THIS SERVER, AND CHANGE ITS DRAFTERS: it has no keys and listens beyond this "
+                "machine. Give it auth.keys_file=FILE, or server.host=127.0.0.1.",
+                self.config.server.host,
+            )
+
     async def _serve(self, parts: Parts, grpc: GrpcServer, listener: socket.socket, on_ready: Callable[[], None]) -> None:
         generations = Generations(parts.engine, self.admission, self.metrics.new_request)
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
-        grpc.register(RuntimeServicer(parts.engine, generations, prompts))
-        http = HttpServer(self._app(parts, generations, prompts))
+        self._register(parts, grpc, generations, prompts)
+        http = HttpServer(self._app(parts, generations, prompts), tls.uvicorn_settings(self.config.tls))
         parts.start()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
+        watching = asyncio.create_task(self._tell_when_engine_fails(parts, grpc))
         try:
             await grpc.start()
             await http.wait_until_started(serving)
             on_ready()
             await self._stopping.wait()
         finally:
+            watching.cancel()
             await self._drain(grpc)
             await asyncio.to_thread(parts.stop)
             http.should_exit = True
             await asyncio.gather(serving, grpc.stop(GOODBYE_S))
+
+    def _register(self, parts: Parts, grpc: GrpcServer, generations: Generations, prompts: Prompts) -> None:
+        saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
+        RuntimeServicer(parts.engine, generations, prompts, saved, grpc.gate, default_ttl_s=ttl_s).register_at(grpc)
+        uploads, max_bytes = self.config.state_path / "uploads", self.config.server.max_upload_mib * 2**20
+        DrafterServicer(parts.lifecycle, uploads, grpc.stopping, max_upload_bytes=max_bytes).register_at(grpc)
+
+    async def _tell_when_engine_fails(self, parts: Parts, grpc: GrpcServer) -> None:
+        while parts.engine.is_running:
+            await asyncio.sleep(ENGINE_POLL_S)
+        await grpc.announce_failure()
 
     async def _drain(self, grpc: GrpcServer) -> None:
         """Take nothing new and let what runs come to its end, as far as the grace period goes."""
@@ -153,7 +190,8 @@ class Server:
                     await asyncio.sleep(DRAIN_POLL_S)
 
     def _app(self, parts: Parts, generations: Generations, prompts: Prompts) -> FastAPI:
-        model = ServedModel(parts.resolved.name, parts.engine.info, prompts, TokenBytes(parts.resolved.path / "tokenizer.json"))
+        tokens = TokenBytes(parts.resolved.path / "tokenizer.json")
+        model = ServedModel(parts.resolved.name, parts.engine.info, prompts, tokens, parts.engine.grammars)
 
         def state() -> State:
             if self._stopping.is_set():
@@ -177,13 +215,15 @@ class Server:
             state=state,
             describe=describe,
             max_request_bytes=self.config.server.max_request_mib * 2**20,
+            keys=self.keys,
+            open_probes=self.config.auth.open_probes,
         )
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on our event loop and socket; signals are the program's."""
+    """uvicorn on our event loop and socket; signals are the program's. tls: uvicorn's settings for it."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, tls: dict[str, Any]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -192,6 +232,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=int(GOODBYE_S),
+                **tls,
             )
         )
 

@@ -1,6 +1,6 @@
 """Settings of the serving program, as plain dataclasses. Knows no hydra and opens nothing.
 
-What several programs share lives in `runtime.config`; here is what only a server has: ports and admission.
+What several programs share lives in `runtime.config`; here is what only a server has: ports, admission, keys, TLS.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class ServerConfig:
     grpc_port: int = 50051  # 0: any free port
     shutdown_grace_s: float = 10.0  # how long running generations may go on after SIGTERM
     max_request_mib: int = 8  # body of an HTTP request, message of a gRPC call
+    max_upload_mib: int = 2048  # weights of a drafter version that come over gRPC, in many messages
+    max_calls: int = 4096  # gRPC calls at once, waiting ones included; what their readers leave unread lies in memory
 
     def __post_init__(self) -> None:
         require(bool(self.host.strip()), "server.host", self.host, "a host name or an address")
@@ -59,6 +61,33 @@ class ServerConfig:
         require(self.shutdown_grace_s >= 0, "server.shutdown_grace_s", self.shutdown_grace_s, "0 seconds or more")
         ok = 1 <= self.max_request_mib <= 1024  # gRPC knows no messages beyond 2 GiB
         require(ok, "server.max_request_mib", self.max_request_mib, "between 1 and 1024")
+        require(self.max_upload_mib >= 1, "server.max_upload_mib", self.max_upload_mib, "at least 1")
+        require(self.max_calls >= 1, "server.max_calls", self.max_calls, "at least 1")
+
+
+@dataclass
+class AuthConfig:
+    keys_file: str | None = None  # YAML or JSON, see serving/auth.py; null: everybody may do everything
+    open_probes: bool = True  # health, reflection and metrics answer without a key
+
+    def __post_init__(self) -> None:
+        ok = self.keys_file is None or bool(self.keys_file.strip())
+        require(ok, "auth.keys_file", self.keys_file, "a file, or null")
+
+
+@dataclass
+class TlsConfig:
+    """Of both surfaces. PEM files; null: plain text."""
+
+    certificate: str | None = None  # of the server, with what is needed to verify it
+    private_key: str | None = None  # of the certificate
+    client_ca: str | None = None  # clients must show a certificate that one of these signed
+
+    def __post_init__(self) -> None:
+        ok = (self.certificate is None) == (self.private_key is None)
+        require(ok, "tls.private_key", self.private_key, "a PEM file, together with tls.certificate, or null as that is")
+        ok = self.client_ca is None or self.certificate is not None
+        require(ok, "tls.client_ca", self.client_ca, "null, unless tls.certificate and tls.private_key are given")
 
 
 @dataclass
@@ -73,6 +102,8 @@ class ServingConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     state_dir: str | None = None  # where server and trainer meet; null: <SLIPSTREAM_HOME>/state
 
     def __post_init__(self) -> None:
@@ -91,6 +122,10 @@ class ServingConfig:
     @property
     def registry_path(self) -> Path:
         return self._path("registry.root", self.registry.root, "registry")
+
+    @property
+    def saved_sessions_path(self) -> Path:
+        return self.state_path / "sessions"
 
     def _path(self, setting: str, root: str | None, name: str) -> Path:
         from runtime.models.home import absolute

@@ -9,50 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from pathlib import Path
 
 from runtime.config import RegistryConfig
 from runtime.drafters.base import Drafter
-from runtime.eagle3.reasons import RejectReason
+from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.engine.base import Engine
 from runtime.errors import DrafterRejected, EngineUnavailable
-from runtime.registry import Registry, VersionRecord, VersionState
+from runtime.registry import DrafterEntry, LifecycleEvent, Origin, Registry, VersionRecord, VersionState
 
 log = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
 
 LoadDrafter = Callable[[VersionRecord], Drafter]  # validates; DrafterRejected if it must not be served
-
-
-@dataclass(frozen=True)
-class LifecycleEvent:
-    kind: Literal["validated", "rejected", "activated", "failed"]
-    version: str
-    previous: str | None = None  # activated: the version that served before
-    reason: str | None = None  # rejected, failed: a code
-    message: str | None = None
-    seconds: float | None = None  # activated: how long the switch held the engine's loop
-    at: float = field(default_factory=time.time)  # Unix seconds
-
-
-@dataclass(frozen=True)
-class DrafterEntry:
-    """A version as operators see it."""
-
-    version: str
-    state: str
-    reason: str
-    is_active: bool  # serves here and now
-    is_embedded: bool  # came with the program
-    parent: str | None = None
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    created_at: float | None = None
 
 
 class Lifecycle:
@@ -77,6 +49,8 @@ class Lifecycle:
         self._pointer = registry.active()
         self._history: deque[LifecycleEvent] = deque(maxlen=MAX_HISTORY)
         self._counts: Counter[str] = Counter()
+        self._listeners: list[Callable[[LifecycleEvent], None]] = []
+        self._noting = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="drafter-lifecycle", daemon=True)
@@ -98,22 +72,91 @@ class Lifecycle:
     def entries(self) -> list[DrafterEntry]:
         return [self._entry(record) for record in self._registry.versions()]
 
+    def entry(self, version: str) -> DrafterEntry:
+        """DrafterRejected(UNKNOWN_VERSION) if it is not here."""
+        return self._entry(self._registry.get(version))
+
+    def listen(self, listener: Callable[[LifecycleEvent], None]) -> tuple[list[LifecycleEvent], Callable[[], None]]:
+        """Call `listener`, on any thread, with each event from now on; returns those before, and what ends it."""
+        with self._noting:
+            self._listeners.append(listener)
+            return list(self._history), lambda: self._listeners.remove(listener)
+
+    def stage(self, checkpoint_dir: Path, origin: Origin) -> DrafterEntry:
+        """Copy a checkpoint into the registry. DrafterRejected if it is none."""
+        version = self._registry.publish(
+            checkpoint_dir,
+            parent=origin.parent,
+            step=origin.step,
+            target_fingerprint=origin.target_fingerprint or self._engine.info.fingerprint,
+            metrics=origin.metrics,
+            notes=origin.notes,
+        )
+        return self.entry(version)
+
+    def stage_again(self, version: str) -> DrafterEntry:
+        """Have a version that is here looked at as if it were new; the active one stays as it is."""
+        with self._one_at_a_time:
+            if self._registry.get(version).state is not VersionState.ACTIVE:
+                self._registry.set_state(version, VersionState.STAGED)
+        return self.entry(version)
+
+    def validate(self, version: str) -> DrafterEntry:
+        """Check a version as activating it does, and leave it at that. DrafterRejected says why it must not serve."""
+        with self._one_at_a_time:
+            record = self._sound(version)
+            self._validated(record)
+            if record.state is VersionState.STAGED:
+                self._registry.set_state(version, VersionState.VALIDATED)
+                self._note(LifecycleEvent("validated", version))
+        return self.entry(version)
+
     def activate(self, version: str) -> LifecycleEvent:
         """Make any sound version of the registry the one that serves, forward or back. Blocks until it does.
 
         DrafterRejected (UNKNOWN_VERSION, or why it must not serve), EngineUnavailable: on any of them nothing has changed.
         """
         with self._one_at_a_time:
-            if not self._engine.is_running:
-                raise EngineUnavailable("The engine is not running; no drafter can be activated.")
-            record = self._registry.get(version)
-            if record.state is VersionState.REJECTED:
-                code, _, message = record.reason.partition(": ")
-                raise DrafterRejected(code, f"Drafter {version} was rejected: {message or code}")
-            if version == self._engine.drafter_version:
-                return LifecycleEvent("activated", version, previous=version, seconds=0.0)
-            drafter = self._validated(record)
-            return self._switch(version, drafter)
+            return self._activate(version)
+
+    def rollback(self, reason: str) -> LifecycleEvent:
+        """Go back to the version that served before the active one, and mark that as rolled back; returns the activation.
+
+        DrafterRejected(UNKNOWN_VERSION) if there is none to go back to.
+        """
+        with self._one_at_a_time:
+            worse = self._engine.drafter_version
+            event = self._activate(self._version_before(worse))
+            self._registry.set_state(worse, VersionState.ROLLED_BACK, f"ROLLED_BACK: {reason or 'an operator went back'}")
+            self._note(LifecycleEvent("rolled_back", worse, message=reason or None))
+            return event
+
+    def _version_before(self, version: str) -> str:
+        """The one that this server ran before it; after a restart, the one that it was trained from."""
+        came = next((e for e in reversed(self._history) if e.kind == "activated" and e.version == version), None)
+        records = {record.version: record for record in self._registry.versions()}
+        manifest = records[version].manifest if version in records else None
+        for before in (came and came.previous, manifest and manifest.parent):
+            if before in records and before != version:
+                return str(before)
+        raise rejected(
+            RejectReason.UNKNOWN_VERSION, f"No version of the registry served before {version}; activate the one that should."
+        )
+
+    def _activate(self, version: str) -> LifecycleEvent:
+        if not self._engine.is_running:
+            raise EngineUnavailable("The engine is not running; no drafter can be activated.")
+        record = self._sound(version)
+        if version == self._engine.drafter_version:
+            return LifecycleEvent("activated", version, previous=version, seconds=0.0)
+        return self._switch(version, self._validated(record))
+
+    def _sound(self, version: str) -> VersionRecord:
+        record = self._registry.get(version)
+        if record.state is VersionState.REJECTED:
+            code, _, message = record.reason.partition(": ")
+            raise DrafterRejected(code, f"Drafter {version} was rejected: {message or code}")
+        return record
 
     # --- the watcher ---
 
@@ -198,15 +241,19 @@ class Lifecycle:
         return event
 
     def _note(self, event: LifecycleEvent) -> None:
-        self._history.append(event)
-        self._counts[event.kind] += 1
+        with self._noting:
+            self._history.append(event)
+            self._counts[event.kind] += 1
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(event)
         log.info("Drafter %s: %s%s", event.version, event.kind, f" ({event.reason}: {event.message})" if event.reason else "")
 
     def _entry(self, record: VersionRecord) -> DrafterEntry:
         manifest = record.manifest
         return DrafterEntry(
             version=record.version,
-            state=record.state.value,
+            state=record.state,
             reason=record.reason,
             is_active=record.version == self._engine.drafter_version,
             is_embedded=record.version == self._embedded_version,

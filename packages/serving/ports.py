@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from runtime.errors import ConfigError
-from serving.config import ServerConfig
-from serving.servicers import GrpcServer
+from serving import tls
+from serving.config import ServerConfig, TlsConfig
+from serving.grpc_server import GrpcServer
 
 BACKLOG = 2048
 
@@ -19,13 +21,19 @@ def open_http(config: ServerConfig) -> socket.socket:
         raise _refusal("server.http_port", config.http_port, config.host, error) from error
 
 
-def open_grpc(server: GrpcServer, config: ServerConfig) -> int:
+def open_grpc(server: GrpcServer, config: ServerConfig, tls_config: TlsConfig) -> int:
     """The port that gRPC got. ConfigError if it cannot be had."""
     try:
         _listen(config.host, config.grpc_port).close()  # says plainly what is wrong, where gRPC prints pages
-        return server.bind(config.host, config.grpc_port)
+        return server.bind(config.host, config.grpc_port, tls.grpc_credentials(tls_config))
     except OSError as error:
         raise _refusal("server.grpc_port", config.grpc_port, config.host, error) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)}
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
 def _listen(host: str, port: int) -> socket.socket:

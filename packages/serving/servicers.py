@@ -1,54 +1,62 @@
-"""The gRPC surface: `RuntimeService`, health and reflection over the engine. Knows messages; all else is handed to it.
-
-A client that cancels, or whose deadline passes, cancels this coroutine: the generation is stopped and its session survives.
-Errors become rich statuses in one place, `_statuses`.
-"""
+"""`RuntimeService` over the engine. Knows messages; all else is handed to it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from dataclasses import replace
 from typing import Any
 
-import grpc
-from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
-from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
-
 from runtime.engine.base import Engine
-from runtime.errors import InvalidRequest, SlipstreamError
+from runtime.errors import InvalidRequest
 from runtime.rpc import codec
-from runtime.rpc.status import to_status
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
-from runtime.types import Done
+from runtime.types import Done, SessionInfo, SessionOptions
 from serving.generations import Generations
+from serving.grpc_server import Context, Gate, GrpcServer, statuses
 from serving.prompts import Prompts
+from serving.saved_sessions import SavedSessions
 
-SERVICE = pb.DESCRIPTOR.services_by_name["RuntimeService"].full_name
-
-Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE = pb.DESCRIPTOR.services_by_name["RuntimeService"]
 
 
 class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
-    def __init__(self, engine: Engine, generations: Generations, prompts: Prompts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Generations,
+        prompts: Prompts,
+        saved: SavedSessions,
+        gate: Gate,
+        *,
+        default_ttl_s: float,
+    ) -> None:
         self._engine = engine
         self._generations = generations
         self._prompts = prompts
+        self._saved = saved
+        self._gate = gate
+        self._default_ttl_s = default_ttl_s
+
+    def register_at(self, server: GrpcServer) -> None:
+        server.register(SERVICE, runtime_pb2_grpc.add_RuntimeServiceServicer_to_server, self)
+
+    # --- sessions ---
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context) -> pb.Session:
-        async with _statuses(request, context):
-            options = codec.session_options(request)
-            info = self._engine.create_session(options, request.request_id or None)
-            return codec.session_message(info, self._engine.info.vocab_size)
+        async with statuses(context, request):
+            with codec.within_options():
+                options = self._gate.key_of(context).consent(codec.session_options(request.options))
+                return self._describe(self._engine.create_session(options, request.request_id or None))
 
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Context) -> pb.AppendTokensResponse:
-        async with _statuses(request, context):
+        async with statuses(context, request):
+            self._idle(request.session_id, context)
+            token_ids = await self._token_ids(request)
+            self._generations.check_free(request.session_id)
             result = self._engine.append(
                 request.session_id,
-                await self._token_ids(request),
+                token_ids,
                 expected_history_length=_optional(request, "expected_history_length"),
                 request_id=request.request_id or None,
             )
@@ -61,8 +69,75 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             return list(request.token_ids)
         return await self._prompts.of(request.text)
 
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        async with statuses(context, request):
+            self._engine.close_session(request.session_id)
+            return pb.CloseSessionResponse()
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
+        async with statuses(context, request):
+            return self._describe(self._engine.get_session(request.session_id))
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
+        async with statuses(context, request):
+            infos = sorted(self._engine.list_sessions(), key=lambda info: info.created_at)
+            return pb.ListSessionsResponse(sessions=[self._describe(info) for info in infos])
+
+    async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.Session:
+        async with statuses(context, request):
+            self._generations.check_free(request.session_id)
+            info = await asyncio.to_thread(
+                self._engine.fork_session,
+                request.session_id,
+                options=self._options_of_fork(request, context),
+                request_id=request.request_id or None,
+                history_length=_optional(request, "history_length"),
+            )
+            return self._describe(info)
+
+    def _options_of_fork(self, request: pb.ForkSessionRequest, context: Context) -> SessionOptions:
+        options = self._engine.get_session(request.session_id).options
+        if request.HasField("options"):
+            with codec.within_options():
+                given = codec.session_options(request.options)
+            kept = given.cache_policy if request.options.HasField("cache_policy") else options.cache_policy
+            options = replace(given, cache_policy=kept)
+        return self._gate.key_of(context).consent(options)
+
+    # --- saved sessions ---
+
+    async def SaveSession(self, request: pb.SaveSessionRequest, context: Context) -> pb.SavedSession:
+        async with statuses(context, request):
+            self._idle(request.session_id, context)
+            with self._saved.new(request.name) as directory:
+                await asyncio.to_thread(self._engine.save_session, request.session_id, directory)
+                return codec.saved_session_message(self._saved.describe(request.name))
+
+    async def RestoreSession(self, request: pb.RestoreSessionRequest, context: Context) -> pb.Session:
+        async with statuses(context, request):
+            directory = self._saved.existing(request.name)
+            info = await asyncio.to_thread(self._engine.restore_session, directory, request_id=request.request_id or None)
+            try:
+                self._gate.key_of(context).check_may_use(info)
+            except PermissionError:
+                self._engine.close_session(info.session_id)
+                raise
+            return self._describe(info)
+
+    async def ListSavedSessions(self, request: pb.ListSavedSessionsRequest, context: Context) -> pb.ListSavedSessionsResponse:
+        async with statuses(context, request):
+            return pb.ListSavedSessionsResponse(saved_sessions=[codec.saved_session_message(one) for one in self._saved.list()])
+
+    async def DeleteSavedSession(self, request: pb.DeleteSavedSessionRequest, context: Context) -> pb.DeleteSavedSessionResponse:
+        async with statuses(context, request):
+            await asyncio.to_thread(self._saved.delete, request.name)
+            return pb.DeleteSavedSessionResponse()
+
+    # --- generation ---
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with _statuses(request, context):
+        async with statuses(context, request):
+            self._idle(request.session_id, context)
             params = codec.sampling_params(request, self._engine.info.vocab_size)
             stream = await self._generations.in_session(
                 request.session_id,
@@ -77,66 +152,16 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             finally:
                 stream.cancel()
 
-    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        async with _statuses(request, context):
-            self._engine.close_session(request.session_id)
-            return pb.CloseSessionResponse()
+    # --- steps of several ---
 
-    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        async with _statuses(request, context):
-            return codec.session_message(self._engine.get_session(request.session_id), self._engine.info.vocab_size)
+    def _idle(self, session_id: str, context: Context) -> None:
+        """Refuse what cannot work before anything waits: a session that is not here, not free, or not for this key."""
+        self._generations.check_free(session_id)
+        self._gate.key_of(context).check_may_use(self._engine.get_session(session_id))
 
-    async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        async with _statuses(request, context):
-            infos = sorted(self._engine.list_sessions(), key=lambda info: info.created_at)
-            vocab_size = self._engine.info.vocab_size
-            return pb.ListSessionsResponse(sessions=[codec.session_message(info, vocab_size) for info in infos])
+    def _describe(self, info: SessionInfo) -> pb.Session:
+        return codec.session_message(info, vocab_size=self._engine.info.vocab_size, default_ttl_s=self._default_ttl_s)
 
 
 def _optional(request: Any, name: str) -> int | None:
     return getattr(request, name) if request.HasField(name) else None
-
-
-@asynccontextmanager
-async def _statuses(request: Message, context: Context) -> AsyncIterator[None]:
-    """Refuse fields that we do not know, and end the call with the status of any of our errors."""
-    try:
-        codec.refuse_unknown(request)
-        yield
-    except SlipstreamError as error:
-        await context.abort_with_status(rpc_status.to_status(to_status(error)))
-
-
-class GrpcServer:
-    """One port and its services: bind, then register, then start."""
-
-    def __init__(self, max_request_bytes: int) -> None:
-        # Without so_reuseport a second server on the same port fails instead of taking half of the calls.
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", max_request_bytes)]
-        self._server = grpc.aio.server(options=options)
-        self._health = health.HealthServicer()
-
-    def bind(self, host: str, port: int) -> int:
-        """Take the port, 0 for a free one; returns it. Calls wait until `start`. OSError if it cannot be had."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            return self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-
-    def register(self, servicer: RuntimeServicer) -> None:
-        runtime_pb2_grpc.add_RuntimeServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), self._server)
-
-    async def start(self) -> None:
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        await self._server.start()
-
-    async def announce_stop(self) -> None:
-        """Health says NOT_SERVING from now on; calls go on."""
-        await self._health.enter_graceful_shutdown()
-
-    async def stop(self, grace_s: float) -> None:
-        await self._server.stop(grace_s)

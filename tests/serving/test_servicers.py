@@ -25,7 +25,7 @@ from runtime.errors import (
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
-from runtime.types import Done, SamplingParams, SessionInfo, SessionOptions, Started, Switch, Tokens
+from runtime.types import CachePolicy, Done, DrafterPolicy, SamplingParams, SessionInfo, SessionOptions, Started, Switch, Tokens
 
 from .conftest import Running, StartServer, wait_for
 
@@ -70,7 +70,9 @@ def tokens_of(events: list[Any]) -> list[int]:
 
 
 def test_a_session_from_creation_to_its_tombstone(running: Running, client: RuntimeClient) -> None:
-    options = SessionOptions("ann", 60.0, (1,), (2, 3), Switch.OFF, False, {"task": "summary"})
+    options = SessionOptions(
+        "ann", 60.0, (1,), (2, 3), Switch.OFF, CachePolicy(4, 64), DrafterPolicy("off"), labels={"task": "summary"}
+    )
     created = client.create_session(options)
     assert created.options == options
     assert created.state == "idle"
@@ -109,12 +111,12 @@ def test_a_generation_is_started_tokens_done(client: RuntimeClient, session: Ses
 def test_a_session_goes_on_where_it_stopped(client: RuntimeClient, session: SessionInfo) -> None:
     halves = [*client.generate(session.session_id, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
     middle = client.get_session(session.session_id)
-    assert middle.cached_tokens == middle.history_length - 1, "the last token is sampled, not computed yet"
+    assert middle.cached_tokens == middle.history_length
     halves += client.generate(session.session_id, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     other = client.create_session()
     client.append(other.session_id, text=PROMPT)
     assert tokens_of(halves) == tokens_of([*client.generate(other.session_id, GREEDY)])
-    assert halves[-1].usage.cached_tokens == middle.cached_tokens
+    assert halves[-1].usage.cached_tokens == middle.cached_tokens - 1  # nothing was appended: the last token is computed again
 
 
 def test_logprobs_come_one_per_token(client: RuntimeClient, session: SessionInfo) -> None:
@@ -181,7 +183,7 @@ def test_a_bad_append_is_named_and_changes_nothing(
     assert violation.field == field
     after = client.get_session(session.session_id)
     assert after.history_length == before.history_length
-    assert after.cached_tokens == before.history_length - 1
+    assert after.cached_tokens == before.history_length
 
 
 @pytest.mark.parametrize(
@@ -217,16 +219,18 @@ def test_a_bad_generate_is_named(
     [
         ({"ttl_s": 0.0}, "ttl_s"),
         ({"ttl_s": float("nan")}, "ttl_s"),
-        ({"drafter_policy": 7}, "drafter_policy"),
+        ({"ttl_s": 1e9}, "ttl_s"),
         ({"capture_policy": 7}, "capture_policy"),
         ({"eos_token_ids": [320]}, "eos_token_ids"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
+        ({"cache_policy": {"sink_window": {"sink": 4}}}, "cache_policy"),
+        ({"drafter_policy": {"pinned": {}}}, "drafter_policy"),
     ],
 )
 def test_a_bad_creation_is_named(stub: Any, client: RuntimeClient, change: dict[str, Any], field: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        stub.CreateSession(pb.CreateSessionRequest(**change))
-    assert details_of(refused.value, error_details_pb2.BadRequest).field_violations[0].field == field
+        stub.CreateSession(pb.CreateSessionRequest(options=change))
+    assert details_of(refused.value, error_details_pb2.BadRequest).field_violations[0].field == f"options.{field}"
     assert client.list_sessions() == []
 
 

@@ -1,4 +1,4 @@
-"""A small synchronous client of `RuntimeService`. Errors come back as the classes of `runtime.errors`.
+"""A synchronous client of `RuntimeService`. Errors come back as the classes of `runtime.errors`; `aio.py` is its twin.
 
     with RuntimeClient("127.0.0.1:50051") as client:
         session = client.create_session()
@@ -7,61 +7,86 @@
             if isinstance(event, Tokens):
                 print(event.text, end="", flush=True)
 
-Not a pool and no retries: a call that fails is the caller's to repeat, with the request ids that make it safe.
+Calls that failed are repeated where that is safe (see connection.py): calls that make or change something carry a request id
+of their own unless the caller gives one. A generation is begun again only before its first event, and after a lost
+connection only with expected_history_length, which makes a second one impossible.
 """
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
+from typing import Any, Self
 
 import grpc
 
 from runtime.engine.base import AppendResult
 from runtime.rpc import codec
-from runtime.rpc.status import from_rpc_error
+from runtime.rpc.codec import SavedSession
+from runtime.rpc.connection import Attempts, Client, Connection, own_errors
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
-from runtime.types import Done, SamplingParams, SessionInfo, SessionOptions, Started, Tokens
+from runtime.types import Done, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Started, Tokens
 
 
 class GenerationStream:
-    """The events of one generation: iterate it. `cancel` stops the work; the session keeps what was committed."""
+    """The events of one generation: iterate it. `cancel`, or leaving its `with` block, stops the work; the session keeps what
+    was committed."""
 
-    def __init__(self, call: grpc._CallIterator[pb.GenerateResponse], session_id: str) -> None:
-        self._call = call
-        self._session_id = session_id
+    def __init__(self, connection: Connection, method: Any, request: pb.GenerateRequest, timeout_s: float | None) -> None:
+        self._connection = connection
+        self._method = method
+        self._request = request
+        self._timeout_s = timeout_s
+        self._is_cancelled = False
+        self._call = self._begin()
 
-    def __iter__(self) -> Iterator[Started | Tokens | Done]:
-        with _own_errors():
+    def _begin(self) -> Any:
+        return self._method(self._request, timeout=self._timeout_s, metadata=self._connection.metadata)
+
+    def __iter__(self) -> Iterator[Started | Tokens | HistoryTruncated | Done]:
+        attempts = Attempts(self._connection, is_safe=self._request.HasField("expected_history_length"))
+        while True:
+            try:
+                first = next(self._call, None)
+                break
+            except grpc.RpcError as error:
+                wait_s = attempts.wait_after(error)
+            time.sleep(wait_s)
+            if self._is_cancelled:
+                return
+            self._call = self._begin()
+        if first is None:
+            return
+        yield codec.event(first, self._request.session_id)
+        with own_errors():
             for message in self._call:
-                yield codec.event(message, self._session_id)
+                yield codec.event(message, self._request.session_id)
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._call.cancel()
 
-
-class RuntimeClient:
-    def __init__(self, address: str, *, timeout_s: float | None = 60.0) -> None:
-        """timeout_s holds for each call but `generate`, which ends when its generation does."""
-        self._channel = grpc.insecure_channel(address)
-        self._stub = runtime_pb2_grpc.RuntimeServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> RuntimeClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.cancel()
 
-    def close(self) -> None:
-        self._channel.close()
+
+class RuntimeClient(Client):
+    """timeout_s holds for each call but `generate`, which has its own."""
+
+    def __init__(self, address: str, **connection: Any) -> None:
+        """connection: api_key, tls, timeout_s, retry, as in `connection.Client`."""
+        super().__init__(address, **connection)
+        self._stub = runtime_pb2_grpc.RuntimeServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def create_session(self, options: SessionOptions | None = None, *, request_id: str = "") -> SessionInfo:
-        request = codec.create_request(options or SessionOptions(), request_id)
-        with _own_errors():
-            return codec.session_info(self._stub.CreateSession(request, timeout=self._timeout_s))
+        request = codec.create_request(options or SessionOptions(), request_id or new_id())
+        return codec.session_info(self._call(self._stub.CreateSession, request))
 
     def append(
         self,
@@ -73,15 +98,10 @@ class RuntimeClient:
         request_id: str = "",
     ) -> AppendResult:
         """Append token ids or text: exactly one of them."""
-        request = pb.AppendTokensRequest(
-            session_id=session_id,
-            request_id=request_id,
-            expected_history_length=expected_history_length,
-            token_ids=token_ids,
-            text=text,
+        request = codec.append_request(
+            session_id, token_ids, text, request_id=request_id or new_id(), expected_history_length=expected_history_length
         )
-        with _own_errors():
-            reply = self._stub.AppendTokens(request, timeout=self._timeout_s)
+        reply = self._call(self._stub.AppendTokens, request)
         return AppendResult(reply.history_length, reply.cached_tokens)
 
     def generate(
@@ -91,33 +111,51 @@ class RuntimeClient:
         *,
         expected_history_length: int | None = None,
         request_id: str = "",
+        timeout_s: float | None = None,
     ) -> GenerationStream:
         request = codec.generate_request(
             session_id, params or SamplingParams(), request_id=request_id, expected_history_length=expected_history_length
         )
-        return GenerationStream(self._stub.Generate(request), session_id)
+        return GenerationStream(self._connection, self._stub.Generate, request, timeout_s)
 
     def close_session(self, session_id: str) -> None:
-        with _own_errors():
-            self._stub.CloseSession(pb.CloseSessionRequest(session_id=session_id), timeout=self._timeout_s)
+        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), is_safe=False)
 
     def get_session(self, session_id: str) -> SessionInfo:
-        with _own_errors():
-            return codec.session_info(self._stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=self._timeout_s))
+        return codec.session_info(self._call(self._stub.GetSession, pb.GetSessionRequest(session_id=session_id)))
 
     def list_sessions(self) -> list[SessionInfo]:
-        with _own_errors():
-            reply = self._stub.ListSessions(pb.ListSessionsRequest(), timeout=self._timeout_s)
+        reply = self._call(self._stub.ListSessions, pb.ListSessionsRequest())
         return [codec.session_info(message) for message in reply.sessions]
 
+    def fork_session(
+        self,
+        session_id: str,
+        *,
+        options: SessionOptions | None = None,
+        history_length: int | None = None,
+        request_id: str = "",
+    ) -> SessionInfo:
+        """A new session with the first `history_length` tokens of this one; None for all of them, and for its options."""
+        request = codec.fork_request(session_id, options, request_id=request_id or new_id(), history_length=history_length)
+        return codec.session_info(self._call(self._stub.ForkSession, request))
 
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Turn the server's statuses back into our exceptions; others (cancelled, deadline) pass as grpc.RpcError."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        own = from_rpc_error(error)
-        if own is None:
-            raise
-        raise own from error
+    def save_session(self, session_id: str, name: str) -> SavedSession:
+        """Write it to the server's disk. Not repeated by itself: a name is taken once."""
+        request = pb.SaveSessionRequest(session_id=session_id, name=name)
+        return codec.saved_session(self._call(self._stub.SaveSession, request, is_safe=False))
+
+    def restore_session(self, name: str, *, request_id: str = "") -> SessionInfo:
+        request = pb.RestoreSessionRequest(name=name, request_id=request_id or new_id())
+        return codec.session_info(self._call(self._stub.RestoreSession, request))
+
+    def list_saved_sessions(self) -> list[SavedSession]:
+        reply = self._call(self._stub.ListSavedSessions, pb.ListSavedSessionsRequest())
+        return [codec.saved_session(message) for message in reply.saved_sessions]
+
+    def delete_saved_session(self, name: str) -> None:
+        self._call(self._stub.DeleteSavedSession, pb.DeleteSavedSessionRequest(name=name), is_safe=False)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex

@@ -6,9 +6,11 @@ can say and the server does not do is refused here with InvalidRequest, which na
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Literal
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -16,13 +18,16 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from runtime.errors import InvalidRequest
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
+    CachePolicy,
     Done,
     DrafterPolicy,
     FinishReason,
     Grammar,
+    HistoryTruncated,
     SamplingParams,
     SessionInfo,
     SessionOptions,
+    SessionState,
     SpeculationStats,
     Started,
     Switch,
@@ -42,18 +47,19 @@ _POLICY_OF_CAPTURE = {
     Switch.OFF: pb.CAPTURE_POLICY_OFF,
     Switch.ON: pb.CAPTURE_POLICY_ON,
 }
-_POLICY_OF_DRAFTER = {
-    pb.DRAFTER_POLICY_UNSPECIFIED: DrafterPolicy(),
-    pb.DRAFTER_POLICY_FOLLOW_ACTIVE: DrafterPolicy(),
-    pb.DRAFTER_POLICY_OFF: DrafterPolicy("off"),
-}
 _REASON_OF_FINISH: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "cancelled": pb.FINISH_REASON_CANCELLED,
 }
 _FINISH_OF_REASON = {reason: finish for finish, reason in _REASON_OF_FINISH.items()}
-_STATE_OF_NAME: dict[str, pb.SessionState] = {"idle": pb.SESSION_STATE_IDLE, "generating": pb.SESSION_STATE_GENERATING}
+_STATE_OF_NAME: dict[SessionState, pb.SessionState] = {
+    "idle": pb.SESSION_STATE_IDLE,
+    "reserved": pb.SESSION_STATE_RESERVED,
+    "generating": pb.SESSION_STATE_GENERATING,
+}
+_NAME_OF_STATE = {state: name for name, state in _STATE_OF_NAME.items()}
+_OPTION_NAMES = frozenset(pb.SessionOptions.DESCRIPTOR.fields_by_name)
 
 
 def refuse_unknown(message: Message, path: str = "") -> None:
@@ -64,61 +70,125 @@ def refuse_unknown(message: Message, path: str = "") -> None:
         where = path or message.DESCRIPTOR.name
         raise InvalidRequest(f"{where}#{number}", f"{where} has a field number {number}, which this server does not know.")
     for descriptor, value in message.ListFields():
-        if isinstance(value, Message):
+        if isinstance(value, Message):  # no request repeats messages
             refuse_unknown(value, f"{path}.{descriptor.name}".lstrip("."))
 
 
 # --- sessions ---
 
 
-def session_options(request: pb.CreateSessionRequest) -> SessionOptions:
-    if request.capture_policy not in _CAPTURE_OF_POLICY:
-        raise InvalidRequest("capture_policy", f"capture_policy {request.capture_policy} is not one of INHERIT, OFF, ON.")
-    if request.drafter_policy not in _POLICY_OF_DRAFTER:
-        raise InvalidRequest("drafter_policy", f"drafter_policy {request.drafter_policy} is not one of FOLLOW_ACTIVE, OFF.")
-    if request.HasField("ttl_s") and not request.ttl_s > 0:
-        raise InvalidRequest("ttl_s", f"ttl_s must be more than 0 seconds, got {request.ttl_s}.")
+@contextmanager
+def within_options() -> Iterator[None]:
+    """Let a refusal of a session's option name the field as the requests have it: options.ttl_s."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param.partition(".")[0] not in _OPTION_NAMES:
+            raise
+        raise InvalidRequest(f"options.{error.param}", error.message) from error
+
+
+def session_options(message: pb.SessionOptions) -> SessionOptions:
+    """The options, checked as far as that goes without a server; InvalidRequest names the field inside the message."""
+    if message.capture_policy not in _CAPTURE_OF_POLICY:
+        raise InvalidRequest("capture_policy", f"capture_policy {message.capture_policy} is not one of INHERIT, OFF, ON.")
+    if message.HasField("ttl_s") and not message.ttl_s > 0:
+        raise InvalidRequest("ttl_s", f"ttl_s must be more than 0 seconds, got {message.ttl_s}.")
     return SessionOptions(
-        client_label=request.client_label,
-        ttl_s=request.ttl_s if request.HasField("ttl_s") else None,
-        eos_token_ids=tuple(request.eos_token_ids) or None,
-        stop_token_ids=tuple(request.stop_token_ids),
-        capture=_CAPTURE_OF_POLICY[request.capture_policy],
-        drafter_policy=_POLICY_OF_DRAFTER[request.drafter_policy],
-        labels=MappingProxyType(dict(request.labels)),
+        client_label=message.client_label,
+        ttl_s=message.ttl_s if message.HasField("ttl_s") else None,
+        eos_token_ids=tuple(message.eos_token_ids) or None,
+        stop_token_ids=tuple(message.stop_token_ids),
+        capture=_CAPTURE_OF_POLICY[message.capture_policy],
+        cache_policy=_cache_policy(message.cache_policy),
+        drafter_policy=_drafter_policy(message.drafter_policy),
+        labels=MappingProxyType(dict(message.labels)),
     )
 
 
+def _cache_policy(message: pb.CachePolicy) -> CachePolicy:
+    if message.WhichOneof("kind") != "sink_window":
+        return CachePolicy()
+    policy = CachePolicy(message.sink_window.sink, message.sink_window.window)
+    policy.check()
+    return policy
+
+
+def _drafter_policy(message: pb.DrafterPolicy) -> DrafterPolicy:
+    match message.WhichOneof("kind"):
+        case "pinned":
+            policy = DrafterPolicy("pinned", message.pinned.version)
+            policy.check()
+            return policy
+        case "off":
+            return DrafterPolicy("off")
+    return DrafterPolicy()
+
+
 def create_request(options: SessionOptions, request_id: str = "") -> pb.CreateSessionRequest:
-    return pb.CreateSessionRequest(
-        request_id=request_id,
+    return pb.CreateSessionRequest(request_id=request_id, options=options_message(options))
+
+
+def options_message(options: SessionOptions) -> pb.SessionOptions:
+    return pb.SessionOptions(
         client_label=options.client_label,
         ttl_s=options.ttl_s,
         eos_token_ids=options.eos_token_ids or (),
         stop_token_ids=options.stop_token_ids,
-        drafter_policy=_drafter_policy(options.drafter_policy),
+        cache_policy=_cache_policy_message(options.cache_policy),
+        drafter_policy=_drafter_policy_message(options.drafter_policy),
         capture_policy=_POLICY_OF_CAPTURE[options.capture],
         labels=dict(options.labels),
     )
 
 
-def _drafter_policy(policy: DrafterPolicy) -> pb.DrafterPolicy:
-    return pb.DRAFTER_POLICY_OFF if policy.kind == "off" else pb.DRAFTER_POLICY_FOLLOW_ACTIVE
+def _cache_policy_message(policy: CachePolicy) -> pb.CachePolicy:
+    if policy.window is None:
+        return pb.CachePolicy(full=pb.CachePolicy.Full())
+    return pb.CachePolicy(sink_window=pb.CachePolicy.SinkWindow(sink=policy.sink, window=policy.window))
 
 
-def session_message(info: SessionInfo, vocab_size: int) -> pb.Session:
+def _drafter_policy_message(policy: DrafterPolicy) -> pb.DrafterPolicy:
+    if policy.kind == "pinned":
+        return pb.DrafterPolicy(pinned=pb.DrafterPolicy.Pinned(version=policy.version))
+    if policy.kind == "off":
+        return pb.DrafterPolicy(off=pb.DrafterPolicy.Off())
+    return pb.DrafterPolicy(follow_active=pb.DrafterPolicy.FollowActive())
+
+
+def append_request(
+    session_id: str, token_ids: Sequence[int], text: str, *, request_id: str, expected_history_length: int | None
+) -> pb.AppendTokensRequest:
+    return pb.AppendTokensRequest(
+        session_id=session_id,
+        request_id=request_id,
+        expected_history_length=expected_history_length,
+        token_ids=token_ids,
+        text=text,
+    )
+
+
+def fork_request(
+    session_id: str, options: SessionOptions | None, *, request_id: str, history_length: int | None
+) -> pb.ForkSessionRequest:
+    return pb.ForkSessionRequest(
+        session_id=session_id,
+        request_id=request_id,
+        history_length=history_length,
+        options=None if options is None else options_message(options),
+    )
+
+
+def session_message(info: SessionInfo, *, vocab_size: int, default_ttl_s: float) -> pb.Session:
+    options = options_message(info.options)
+    options.ttl_s = default_ttl_s if info.options.ttl_s is None else info.options.ttl_s
     message = pb.Session(
         session_id=info.session_id,
         state=_STATE_OF_NAME[info.state],
         history_length=info.history_length,
         cached_tokens=info.cached_tokens,
-        client_label=info.options.client_label,
-        ttl_s=info.options.ttl_s,
-        eos_token_ids=info.options.eos_token_ids or (),
-        stop_token_ids=info.options.stop_token_ids,
-        drafter_policy=_drafter_policy(info.options.drafter_policy),
-        capture_policy=_POLICY_OF_CAPTURE[info.options.capture],
-        labels=dict(info.options.labels),
+        dropped_tokens=info.dropped_tokens,
+        options=options,
         target_version=info.target_fingerprint,
         drafter_version=info.drafter_version,
         max_context_tokens=info.max_context_tokens,
@@ -130,28 +200,38 @@ def session_message(info: SessionInfo, vocab_size: int) -> pb.Session:
 
 
 def session_info(message: pb.Session) -> SessionInfo:
-    options = SessionOptions(
-        client_label=message.client_label,
-        ttl_s=message.ttl_s if message.HasField("ttl_s") else None,
-        eos_token_ids=tuple(message.eos_token_ids) or None,
-        stop_token_ids=tuple(message.stop_token_ids),
-        capture=_CAPTURE_OF_POLICY[message.capture_policy],
-        drafter_policy=_POLICY_OF_DRAFTER[message.drafter_policy],
-        labels=MappingProxyType(dict(message.labels)),
-    )
-    state: Literal["idle", "generating"] = "generating" if message.state == pb.SESSION_STATE_GENERATING else "idle"
     return SessionInfo(
         session_id=message.session_id,
-        state=state,
+        state=_NAME_OF_STATE[message.state],
         history_length=message.history_length,
         cached_tokens=message.cached_tokens,
-        options=options,
+        options=session_options(message.options),
         target_fingerprint=message.target_version,
         drafter_version=message.drafter_version,
         max_context_tokens=message.max_context_tokens,
         created_at=message.created_at.ToDatetime(UTC).timestamp(),
         last_used_at=message.last_used_at.ToDatetime(UTC).timestamp(),
+        dropped_tokens=message.dropped_tokens,
     )
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """A session on a server's disk."""
+
+    name: str
+    num_bytes: int
+    saved_at: float  # Unix seconds
+
+
+def saved_session(message: pb.SavedSession) -> SavedSession:
+    return SavedSession(message.name, message.num_bytes, message.saved_at.ToDatetime(UTC).timestamp())
+
+
+def saved_session_message(saved: SavedSession) -> pb.SavedSession:
+    message = pb.SavedSession(name=saved.name, num_bytes=saved.num_bytes)
+    message.saved_at.FromDatetime(datetime.fromtimestamp(saved.saved_at, UTC))
+    return message
 
 
 # --- generation ---
@@ -226,7 +306,7 @@ def generate_request(
     )
 
 
-def event_message(event: Started | Tokens | Done) -> pb.GenerateResponse:
+def event_message(event: Started | Tokens | HistoryTruncated | Done) -> pb.GenerateResponse:
     if isinstance(event, Started):
         return pb.GenerateResponse(
             started=pb.Started(
@@ -245,6 +325,8 @@ def event_message(event: Started | Tokens | Done) -> pb.GenerateResponse:
                 drafted=event.drafted,
             )
         )
+    if isinstance(event, HistoryTruncated):
+        return pb.GenerateResponse(history_truncated=pb.HistoryTruncated(dropped=event.dropped))
     return pb.GenerateResponse(done=_done_message(event))
 
 
@@ -277,7 +359,7 @@ def _done_message(done: Done) -> pb.Done:
     )
 
 
-def event(message: pb.GenerateResponse, session_id: str) -> Started | Tokens | Done:
+def event(message: pb.GenerateResponse, session_id: str) -> Started | Tokens | HistoryTruncated | Done:
     kind = message.WhichOneof("event")
     if kind == "started":
         started = message.started
@@ -288,6 +370,8 @@ def event(message: pb.GenerateResponse, session_id: str) -> Started | Tokens | D
             for item in message.tokens.logprobs
         )
         return Tokens(tuple(message.tokens.token_ids), message.tokens.text, logprobs, tuple(message.tokens.drafted))
+    if kind == "history_truncated":
+        return HistoryTruncated(message.history_truncated.dropped)
     return _done(message.done)
 
 

@@ -18,28 +18,38 @@ from starlette.exceptions import HTTPException
 
 from runtime.errors import (
     CapacityExhausted,
+    DrafterNotFound,
     DrafterRejected,
     EngineUnavailable,
     HistoryMismatch,
     InvalidRequest,
+    PermissionDenied,
+    SavedSessionRejected,
     SessionBusy,
     SessionNotFound,
     SlipstreamError,
+    Unauthenticated,
 )
 
 log = logging.getLogger(__name__)
 
 STATUSES: dict[type[SlipstreamError], int] = {
     InvalidRequest: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
     SessionNotFound: 404,
+    DrafterNotFound: 404,
     SessionBusy: 409,
     HistoryMismatch: 409,
     DrafterRejected: 409,
+    SavedSessionRejected: 409,
     CapacityExhausted: 429,
     EngineUnavailable: 503,
 }
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     409: "conflict_error",
@@ -87,6 +97,8 @@ def response_of(error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, CapacityExhausted):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = 'Bearer realm="slipstream"'
     return JSONResponse(envelope_of(error), status_of(error), headers)
 
 

@@ -11,9 +11,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from runtime.eagle3 import RejectReason
 from runtime.errors import DrafterRejected
+from runtime.registry import DrafterEntry, LifecycleEvent
 from serving.http.answers import Json
 from serving.http.errors import NotFound
-from serving.lifecycle import DrafterEntry, Lifecycle, LifecycleEvent
+from serving.lifecycle import Lifecycle
 from serving.metrics import ServerMetrics
 
 
@@ -71,7 +72,7 @@ def health_router(state: Callable[[], str], describe: Callable[[], Json], metric
 def _entry(entry: DrafterEntry) -> dict[str, Any]:
     return {
         "version": entry.version,
-        "state": entry.state,
+        "state": entry.state.value,
         "reason": entry.reason or None,
         "active": entry.is_active,
         "embedded": entry.is_embedded,

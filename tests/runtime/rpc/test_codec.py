@@ -11,9 +11,11 @@ from runtime.errors import InvalidRequest
 from runtime.rpc import codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
+    CachePolicy,
     Done,
     DrafterPolicy,
     Grammar,
+    HistoryTruncated,
     SamplingParams,
     SessionInfo,
     SessionOptions,
@@ -25,7 +27,7 @@ from runtime.types import (
     Usage,
 )
 
-OPTIONS = SessionOptions("ann", 5.0, (1, 2), (3,), Switch.ON, drafter_policy=DrafterPolicy("off"), labels={"task": "x"})
+OPTIONS = SessionOptions("ann", 5.0, (1, 2), (3,), Switch.ON, CachePolicy(4, 64), DrafterPolicy("off"), {"task": "x"})
 PARAMS = SamplingParams(
     max_tokens=3,
     temperature=0.3,
@@ -49,17 +51,50 @@ PARAMS = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("options", [OPTIONS, SessionOptions(), SessionOptions(capture=Switch.OFF)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        SessionOptions(),
+        SessionOptions(capture=Switch.OFF),
+        SessionOptions(cache_policy=CachePolicy(0, 9), drafter_policy=DrafterPolicy("pinned", "0123456789abcdef")),
+    ],
+)
 def test_session_options(options: SessionOptions) -> None:
-    assert codec.session_options(codec.create_request(options)) == options
+    assert codec.session_options(codec.create_request(options).options) == options
 
 
-@pytest.mark.parametrize("state", ["idle", "generating"])
+def test_every_option_of_a_session_is_in_the_trial() -> None:
+    default = SessionOptions()
+    same = [item.name for item in dataclasses.fields(OPTIONS) if getattr(OPTIONS, item.name) == getattr(default, item.name)]
+    assert not same
+
+
+@pytest.mark.parametrize("state", ["idle", "reserved", "generating"])
 def test_session_info(state: Any) -> None:
-    info = SessionInfo("s", state, 7, 6, OPTIONS, "target", "drafter", 2048, 1_700_000_000.25, 1_700_000_009.5)
-    message = codec.session_message(info, vocab_size=320)
+    info = SessionInfo("s", state, 7, 6, OPTIONS, "target", "drafter", 2048, 1_700_000_000.25, 1_700_000_009.5, 3)
+    message = codec.session_message(info, vocab_size=320, default_ttl_s=60)
     assert message.vocab_size == 320
     assert codec.session_info(pb.Session.FromString(message.SerializeToString())) == info
+
+
+def test_a_reply_tells_the_time_to_live_that_counts() -> None:
+    info = SessionInfo("s", "idle", 7, 6, SessionOptions(), "target", "drafter", 2048, 0.0, 0.0)
+    assert codec.session_message(info, vocab_size=320, default_ttl_s=60).options.ttl_s == 60
+
+
+def test_refusals_of_options_bear_the_path_in_the_request() -> None:
+    with pytest.raises(InvalidRequest) as refused, codec.within_options():
+        codec.session_options(pb.SessionOptions(ttl_s=-1))
+    assert refused.value.param == "options.ttl_s"
+    with pytest.raises(InvalidRequest) as refused, codec.within_options():
+        raise InvalidRequest("history_length", "No.")
+    assert refused.value.param == "history_length"
+
+
+def test_saved_sessions() -> None:
+    saved = codec.SavedSession("a", 5, 1_700_000_000.25)
+    assert codec.saved_session(codec.saved_session_message(saved)) == saved
 
 
 @pytest.mark.parametrize("params", [PARAMS, SamplingParams()])
@@ -79,13 +114,14 @@ def test_every_sampling_setting_is_in_the_trial() -> None:
 
 def test_an_empty_request_means_the_defaults() -> None:
     assert codec.sampling_params(pb.GenerateRequest(), vocab_size=320) == SamplingParams()
-    assert codec.session_options(pb.CreateSessionRequest()) == SessionOptions()
+    assert codec.session_options(pb.SessionOptions()) == SessionOptions()
 
 
 @pytest.mark.parametrize(
     "event",
     [
         Started("r", "s", "drafter", "target", 9),
+        HistoryTruncated(12),
         Tokens((1, 2), "a\u4e2d", (), (True, False)),
         Tokens((1,), "", (TokenLogprob(1, -0.5, ((1, -0.5), (7, -2.25))),), (False,)),
         Done("stop", "end", Usage(5, 2, 1), SpeculationStats(2, 6, 3, [2, 1], [2, 2, 2]), ("a", "b"), 7),

@@ -14,14 +14,21 @@ from grpc_status import rpc_status
 from runtime.errors import (
     CapacityExhausted,
     ContextLengthExceeded,
+    DrafterNotFound,
+    DrafterRejected,
     EngineUnavailable,
+    FeatureNotFound,
     HistoryMismatch,
     InvalidRequest,
+    PermissionDenied,
+    SavedSessionRejected,
     SessionBusy,
     SessionNotFound,
     SlipstreamError,
+    Unauthenticated,
 )
 from runtime.rpc.client import RuntimeClient
+from runtime.rpc.connection import Retry
 from runtime.rpc.status import code_of, to_status
 from runtime.rpc.v1 import runtime_pb2_grpc
 
@@ -62,12 +69,21 @@ def served() -> Iterator[tuple[Failing, str]]:
         (HistoryMismatch(3, 4), grpc.StatusCode.FAILED_PRECONDITION),
         (CapacityExhausted("Full.", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (EngineUnavailable("Gone."), grpc.StatusCode.UNAVAILABLE),
+        (Unauthenticated("Who?"), grpc.StatusCode.UNAUTHENTICATED),
+        (PermissionDenied("Not you."), grpc.StatusCode.PERMISSION_DENIED),
+        (DrafterNotFound("0123456789abcdef"), grpc.StatusCode.NOT_FOUND),
+        (DrafterRejected("UNKNOWN_VERSION", "None."), grpc.StatusCode.NOT_FOUND),
+        (DrafterRejected("NON_FINITE", "Broken."), grpc.StatusCode.FAILED_PRECONDITION),
+        (SavedSessionRejected("SAVED_NOT_FOUND", "None."), grpc.StatusCode.NOT_FOUND),
+        (SavedSessionRejected("SAVED_EXISTS", "There."), grpc.StatusCode.ALREADY_EXISTS),
+        (SavedSessionRejected("SAVED_OTHER_TARGET", "Another."), grpc.StatusCode.FAILED_PRECONDITION),
+        (FeatureNotFound("Gone."), grpc.StatusCode.NOT_FOUND),
     ],
 )
 def test_an_error_survives_the_wire(served: tuple[Failing, str], error: SlipstreamError, code: grpc.StatusCode) -> None:
     servicer, address = served
     servicer.error = error
-    with RuntimeClient(address) as client:
+    with RuntimeClient(address, retry=Retry(max_attempts=1)) as client:
         for call in (lambda: client.get_session("s"), lambda: list(client.generate("s"))):
             with pytest.raises(type(error)) as caught:
                 call()
@@ -96,7 +112,10 @@ def test_foreign_statuses_pass_as_they_are(served: tuple[Failing, str]) -> None:
 
 
 def test_a_server_that_is_not_there_is_unavailable() -> None:
-    with RuntimeClient("127.0.0.1:1", timeout_s=5) as client, pytest.raises(EngineUnavailable, match="cannot be reached"):
+    with (
+        RuntimeClient("127.0.0.1:1", retry=Retry(max_attempts=1)) as client,
+        pytest.raises(EngineUnavailable, match="cannot be reached"),
+    ):
         client.get_session("s")
 
 

@@ -10,12 +10,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class DrafterPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    DRAFTER_POLICY_UNSPECIFIED: _ClassVar[DrafterPolicy]
-    DRAFTER_POLICY_FOLLOW_ACTIVE: _ClassVar[DrafterPolicy]
-    DRAFTER_POLICY_OFF: _ClassVar[DrafterPolicy]
-
 class CapturePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CAPTURE_POLICY_UNSPECIFIED: _ClassVar[CapturePolicy]
@@ -28,6 +22,7 @@ class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SESSION_STATE_UNSPECIFIED: _ClassVar[SessionState]
     SESSION_STATE_IDLE: _ClassVar[SessionState]
     SESSION_STATE_GENERATING: _ClassVar[SessionState]
+    SESSION_STATE_RESERVED: _ClassVar[SessionState]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,9 +30,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
-DRAFTER_POLICY_UNSPECIFIED: DrafterPolicy
-DRAFTER_POLICY_FOLLOW_ACTIVE: DrafterPolicy
-DRAFTER_POLICY_OFF: DrafterPolicy
 CAPTURE_POLICY_UNSPECIFIED: CapturePolicy
 CAPTURE_POLICY_INHERIT: CapturePolicy
 CAPTURE_POLICY_OFF: CapturePolicy
@@ -45,13 +37,53 @@ CAPTURE_POLICY_ON: CapturePolicy
 SESSION_STATE_UNSPECIFIED: SessionState
 SESSION_STATE_IDLE: SessionState
 SESSION_STATE_GENERATING: SessionState
+SESSION_STATE_RESERVED: SessionState
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 
-class CreateSessionRequest(_message.Message):
-    __slots__ = ("request_id", "client_label", "ttl_s", "eos_token_ids", "stop_token_ids", "drafter_policy", "capture_policy", "labels")
+class CachePolicy(_message.Message):
+    __slots__ = ("full", "sink_window")
+    class Full(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class SinkWindow(_message.Message):
+        __slots__ = ("sink", "window")
+        SINK_FIELD_NUMBER: _ClassVar[int]
+        WINDOW_FIELD_NUMBER: _ClassVar[int]
+        sink: int
+        window: int
+        def __init__(self, sink: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    SINK_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    full: CachePolicy.Full
+    sink_window: CachePolicy.SinkWindow
+    def __init__(self, full: _Optional[_Union[CachePolicy.Full, _Mapping]] = ..., sink_window: _Optional[_Union[CachePolicy.SinkWindow, _Mapping]] = ...) -> None: ...
+
+class DrafterPolicy(_message.Message):
+    __slots__ = ("follow_active", "pinned", "off")
+    class FollowActive(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Pinned(_message.Message):
+        __slots__ = ("version",)
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        version: str
+        def __init__(self, version: _Optional[str] = ...) -> None: ...
+    class Off(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    FOLLOW_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    follow_active: DrafterPolicy.FollowActive
+    pinned: DrafterPolicy.Pinned
+    off: DrafterPolicy.Off
+    def __init__(self, follow_active: _Optional[_Union[DrafterPolicy.FollowActive, _Mapping]] = ..., pinned: _Optional[_Union[DrafterPolicy.Pinned, _Mapping]] = ..., off: _Optional[_Union[DrafterPolicy.Off, _Mapping]] = ...) -> None: ...
+
+class SessionOptions(_message.Message):
+    __slots__ = ("client_label", "ttl_s", "eos_token_ids", "stop_token_ids", "cache_policy", "drafter_policy", "capture_policy", "labels")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,44 +91,32 @@ class CreateSessionRequest(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_LABEL_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_POLICY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_POLICY_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_POLICY_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
     client_label: str
     ttl_s: float
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_policy: CachePolicy
     drafter_policy: DrafterPolicy
     capture_policy: CapturePolicy
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, request_id: _Optional[str] = ..., client_label: _Optional[str] = ..., ttl_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., drafter_policy: _Optional[_Union[DrafterPolicy, str]] = ..., capture_policy: _Optional[_Union[CapturePolicy, str]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, client_label: _Optional[str] = ..., ttl_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_policy: _Optional[_Union[CachePolicy, _Mapping]] = ..., drafter_policy: _Optional[_Union[DrafterPolicy, _Mapping]] = ..., capture_policy: _Optional[_Union[CapturePolicy, str]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("session_id", "state", "history_length", "cached_tokens", "client_label", "ttl_s", "eos_token_ids", "stop_token_ids", "drafter_policy", "capture_policy", "labels", "target_version", "drafter_version", "max_context_tokens", "vocab_size", "created_at", "last_used_at")
-    class LabelsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("session_id", "state", "history_length", "cached_tokens", "dropped_tokens", "options", "target_version", "drafter_version", "max_context_tokens", "vocab_size", "created_at", "last_used_at")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_LABEL_FIELD_NUMBER: _ClassVar[int]
-    TTL_S_FIELD_NUMBER: _ClassVar[int]
-    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    DRAFTER_POLICY_FIELD_NUMBER: _ClassVar[int]
-    CAPTURE_POLICY_FIELD_NUMBER: _ClassVar[int]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     TARGET_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -107,20 +127,23 @@ class Session(_message.Message):
     state: SessionState
     history_length: int
     cached_tokens: int
-    client_label: str
-    ttl_s: float
-    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    drafter_policy: DrafterPolicy
-    capture_policy: CapturePolicy
-    labels: _containers.ScalarMap[str, str]
+    dropped_tokens: int
+    options: SessionOptions
     target_version: str
     drafter_version: str
     max_context_tokens: int
     vocab_size: int
     created_at: _timestamp_pb2.Timestamp
     last_used_at: _timestamp_pb2.Timestamp
-    def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., history_length: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., client_label: _Optional[str] = ..., ttl_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., drafter_policy: _Optional[_Union[DrafterPolicy, str]] = ..., capture_policy: _Optional[_Union[CapturePolicy, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., target_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., created_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_used_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., history_length: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., options: _Optional[_Union[SessionOptions, _Mapping]] = ..., target_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., created_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_used_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class CreateSessionRequest(_message.Message):
+    __slots__ = ("request_id", "options")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    options: SessionOptions
+    def __init__(self, request_id: _Optional[str] = ..., options: _Optional[_Union[SessionOptions, _Mapping]] = ...) -> None: ...
 
 class AppendTokensRequest(_message.Message):
     __slots__ = ("session_id", "request_id", "expected_history_length", "token_ids", "text")
@@ -170,6 +193,64 @@ class CloseSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ForkSessionRequest(_message.Message):
+    __slots__ = ("session_id", "request_id", "history_length", "options")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    request_id: str
+    history_length: int
+    options: SessionOptions
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., history_length: _Optional[int] = ..., options: _Optional[_Union[SessionOptions, _Mapping]] = ...) -> None: ...
+
+class SaveSessionRequest(_message.Message):
+    __slots__ = ("session_id", "name")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    name: str
+    def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class SavedSession(_message.Message):
+    __slots__ = ("name", "num_bytes", "saved_at")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_AT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_bytes: int
+    saved_at: _timestamp_pb2.Timestamp
+    def __init__(self, name: _Optional[str] = ..., num_bytes: _Optional[int] = ..., saved_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class RestoreSessionRequest(_message.Message):
+    __slots__ = ("name", "request_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: str
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ListSavedSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSavedSessionsResponse(_message.Message):
+    __slots__ = ("saved_sessions",)
+    SAVED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    saved_sessions: _containers.RepeatedCompositeFieldContainer[SavedSession]
+    def __init__(self, saved_sessions: _Optional[_Iterable[_Union[SavedSession, _Mapping]]] = ...) -> None: ...
+
+class DeleteSavedSessionRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteSavedSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SpeculationOverride(_message.Message):
     __slots__ = ("enabled", "max_draft_tokens")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +258,14 @@ class SpeculationOverride(_message.Message):
     enabled: bool
     max_draft_tokens: int
     def __init__(self, enabled: _Optional[bool] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "lark")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    lark: str
+    def __init__(self, json_schema: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("session_id", "request_id", "expected_history_length", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs", "top_logprobs", "speculation", "grammar")
@@ -231,23 +320,17 @@ class GenerateRequest(_message.Message):
     grammar: Grammar
     def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., expected_history_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationOverride, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
-class Grammar(_message.Message):
-    __slots__ = ("json_schema", "lark")
-    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    LARK_FIELD_NUMBER: _ClassVar[int]
-    json_schema: str
-    lark: str
-    def __init__(self, json_schema: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
-
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "tokens", "done")
+    __slots__ = ("started", "tokens", "done", "history_truncated")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     tokens: Tokens
     done: Done
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    history_truncated: HistoryTruncated
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., history_truncated: _Optional[_Union[HistoryTruncated, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "drafter_version", "target_version", "history_length")
@@ -260,6 +343,12 @@ class Started(_message.Message):
     target_version: str
     history_length: int
     def __init__(self, request_id: _Optional[str] = ..., drafter_version: _Optional[str] = ..., target_version: _Optional[str] = ..., history_length: _Optional[int] = ...) -> None: ...
+
+class HistoryTruncated(_message.Message):
+    __slots__ = ("dropped",)
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    dropped: int
+    def __init__(self, dropped: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("token_ids", "text", "logprobs", "drafted")

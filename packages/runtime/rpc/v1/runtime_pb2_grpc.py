@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RuntimeServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Sessions, and tokens for them.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -64,10 +65,36 @@ class RuntimeServiceStub:
                 request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.ForkSession = channel.unary_unary(
+                '/slipstream.v1.RuntimeService/ForkSession',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.FromString,
+                _registered_method=True)
+        self.SaveSession = channel.unary_unary(
+                '/slipstream.v1.RuntimeService/SaveSession',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.SaveSessionRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.SavedSession.FromString,
+                _registered_method=True)
+        self.RestoreSession = channel.unary_unary(
+                '/slipstream.v1.RuntimeService/RestoreSession',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.RestoreSessionRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.FromString,
+                _registered_method=True)
+        self.ListSavedSessions = channel.unary_unary(
+                '/slipstream.v1.RuntimeService/ListSavedSessions',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSavedSession = channel.unary_unary(
+                '/slipstream.v1.RuntimeService/DeleteSavedSession',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionResponse.FromString,
+                _registered_method=True)
 
 
 class RuntimeServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Sessions, and tokens for them.
+    """
 
     def CreateSession(self, request, context):
         """Makes an empty session.
@@ -86,6 +113,7 @@ class RuntimeServiceServicer:
 
     def Generate(self, request, context):
         """Continues the history. The stream is one Started, any number of Tokens, one Done; or an error status, and then no Done.
+        One HistoryTruncated may come between Started and Done.
 
         The terminal token: an end-of-sequence or stop token that ends a turn IS committed to the history (a chat template
         expects to find it there). It is in Tokens.token_ids, has a log-probability and counts in usage, but has no text. So are
@@ -93,7 +121,11 @@ class RuntimeServiceServicer:
         are never sent, counted or committed, and the cache is rolled back to the same place.
 
         Cancelling the call, a deadline, or a lost connection stops the work after at most one more forward. The session
-        survives, and its history is what was committed: read it with GetSession before going on.
+        survives, and its history is what was committed: read it with GetSession before going on. A call that is repeated with
+        expected_history_length cannot generate twice.
+
+        A reader that does not read holds back nobody: generation goes on to its end, and what was not read waits in the server,
+        at most one context of tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,13 +140,51 @@ class RuntimeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Describes one session.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
         """All sessions of this server, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkSession(self, request, context):
+        """Makes a new session that begins with the history of another one, and with its cached K/V: several continuations of one
+        prompt, or a step back. The other one must be idle, and stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveSession(self, request, context):
+        """Writes an idle session, its history, options and cached K/V, to the server's disk under a name. It stays open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreSession(self, request, context):
+        """Makes a new session, with a new id, from a saved one; that stays on disk. Refused if it was saved under another target
+        model, tokenizer or a cache policy that this server does not have, or if it is damaged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSavedSessions(self, request, context):
+        """All saved sessions, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSavedSession(self, request, context):
+        """Removes a saved session from the server's disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +223,31 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsRequest.FromString,
                     response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsResponse.SerializeToString,
             ),
+            'ForkSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkSession,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ForkSessionRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.SerializeToString,
+            ),
+            'SaveSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveSession,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.SaveSessionRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.SavedSession.SerializeToString,
+            ),
+            'RestoreSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreSession,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.RestoreSessionRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.SerializeToString,
+            ),
+            'ListSavedSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSavedSessions,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsResponse.SerializeToString,
+            ),
+            'DeleteSavedSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSavedSession,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'slipstream.v1.RuntimeService', rpc_method_handlers)
@@ -162,7 +257,8 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RuntimeService:
-    """Missing associated documentation comment in .proto file."""
+    """Sessions, and tokens for them.
+    """
 
     @staticmethod
     def CreateSession(request,
@@ -316,6 +412,141 @@ class RuntimeService:
             '/slipstream.v1.RuntimeService/ListSessions',
             runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsRequest.SerializeToString,
             runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RuntimeService/ForkSession',
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RuntimeService/SaveSession',
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.SaveSessionRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.SavedSession.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RuntimeService/RestoreSession',
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.RestoreSessionRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSavedSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RuntimeService/ListSavedSessions',
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.ListSavedSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSavedSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RuntimeService/DeleteSavedSession',
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_runtime__pb2.DeleteSavedSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy packages
+	$(BIN)/buf lint proto
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
 proto: $(INSTALLED)

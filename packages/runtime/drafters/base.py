@@ -23,6 +23,9 @@ class DraftRequest:
     aux: torch.Tensor  # [m, 3*Ht] target states of positions p .. p+m-1; m may be 0 only when depth is 0
     history: Sequence[int]  # all committed tokens x[0 .. p+m], the token just sampled included
     depth: int
+    width: int = (
+        1  # 1: a chain; else a tree may have so many children behind each node, as far as the drafter can tell them apart
+    )
     temperature: float = 0.0  # 0: propose the most likely; else sample each draft from softmax(logits / temperature)
     uniforms: torch.Tensor | None = None  # float64 [depth] on the CPU, to draw draft k with; required when temperature > 0
 

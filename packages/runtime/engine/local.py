@@ -61,7 +61,7 @@ class LocalEngine:
 
     @property
     def drafter_version(self) -> str:
-        return self._stepper.drafter.version
+        return self._stepper.drafting.active.version
 
     @property
     def is_running(self) -> bool:
@@ -282,13 +282,13 @@ class LocalEngine:
             with self._lock:
                 sessions, pinned = list(self._store), self._loop.pinned_versions()
             started = time.perf_counter()
-            self._stepper.swap(drafter, sessions, pinned)
+            self._stepper.drafting.swap(drafter, sessions, pinned)
             return time.perf_counter() - started
 
         return self._loop.call(swap)
 
     def add_drafter(self, drafter: Drafter) -> None:
-        self._loop.call(partial(self._stepper.add, drafter))
+        self._loop.call(partial(self._stepper.drafting.add, drafter))
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -310,7 +310,7 @@ class LocalEngine:
         options.cache_policy.check()
         options.drafter_policy.check()
         version = options.drafter_policy.version
-        if version and version not in self._stepper.drafters:
+        if version and version not in self._stepper.drafting.loaded:
             raise DrafterNotFound(version)
         session, victim = self._store.create(options, request_id, is_anonymous=is_anonymous)
         if victim is not None:

@@ -165,7 +165,7 @@ class EngineLoop:
         """
         running = [request for request in self._running.values() if not request.is_unwanted]
         while not self._stepper.make_room(running, self._store, is_next_step=True) and len(running) > 1:
-            youngest = next((request for request in running[:0:-1] if request.finish_reason is None), None)
+            youngest = next((request for request in running[:0:-1] if not request.is_ending), None)
             if youngest is None:
                 return
             running.remove(youngest)
@@ -191,7 +191,7 @@ class EngineLoop:
         with self.lock:
             is_in_use = version in self.pinned_versions()
         if version and not is_in_use:
-            self._stepper.forget(version)
+            self._stepper.drafting.forget(version)
 
     def _shut_down(self) -> None:
         with self.lock:

@@ -87,6 +87,11 @@ class Request:
         return self._cancelled.is_set() or self.session.is_closed
 
     @property
+    def is_ending(self) -> bool:
+        """No more tokens are to come."""
+        return self.finish_reason is not None or self.is_unwanted
+
+    @property
     def is_over(self) -> bool:
         return self.error is not None or self._is_finished
 
@@ -109,7 +114,7 @@ class Request:
         self.emit(Started(self._request_id, self.session.id, drafter_version, target_fingerprint, length))
 
     def take(self, verdict: Verdict, logits: torch.Tensor) -> int:
-        """Take verified tokens until one ends the turn; returns how many became history. logits: [m+1, V], as verified."""
+        """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified."""
         taken: list[int] = []
         text = ""
         for token_id in verdict.token_ids:
@@ -123,7 +128,7 @@ class Request:
         if self.finish_reason is not None:
             text += self._finish_text()
         drafted = tuple(index < verdict.num_accepted for index in range(len(taken)))
-        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, taken), drafted))
+        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, verdict, taken), drafted))
         return len(taken)
 
     def _read(self, token_id: int) -> str:
@@ -149,10 +154,11 @@ class Request:
             return text
         return text + self._stops.flush()
 
-    def _logprobs(self, logits: torch.Tensor, taken: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, logits: torch.Tensor, verdict: Verdict, taken: Sequence[int]) -> tuple[TokenLogprob, ...]:
         if not self.params.logprobs:
             return ()
-        return tuple(token_logprobs(logits[: len(taken)], taken, self.params.top_logprobs))
+        rows = [0, *(node + 1 for node in verdict.path)][: len(taken)]  # token k follows node k - 1 of the path
+        return tuple(token_logprobs(logits[rows], taken, self.params.top_logprobs))
 
     def note_drafter(self, version: str) -> None:
         if version not in self.drafter_versions:

@@ -1,6 +1,6 @@
 import torch
 
-from runtime.drafters import DraftRequest, ScriptedDrafter
+from runtime.drafters import Draft, DraftRequest, ScriptedDrafter
 
 
 def test_it_says_what_the_script_says_up_to_the_depth():
@@ -12,3 +12,10 @@ def test_it_says_what_the_script_says_up_to_the_depth():
     assert all(draft.probs is None for draft in drafts)
     assert drafter.version == "up"
     drafter.drop_state(state)
+
+
+def test_a_script_may_say_a_whole_tree():
+    tree = Draft([1, 2, 3], None, [-1, -1, 0])
+    drafter = ScriptedDrafter(lambda history, depth: tree)
+    requests = [DraftRequest(drafter.new_state(), 0, torch.zeros(1, 6), [4, 5], depth) for depth in (2, 0)]
+    assert drafter.propose(requests) == [tree, Draft([])]

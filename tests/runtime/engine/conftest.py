@@ -181,11 +181,14 @@ def make_engine(target: Target, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
     assert target.cache_bytes() == 0
 
 
-def run(engine: LocalEngine, prompt: list[int], params: SamplingParams, session_id: str | None = None) -> tuple[Listener, Done]:
+def run(
+    engine: LocalEngine, prompt: list[int], params: SamplingParams, session_id: str | None = None, *, append: bool = True
+) -> tuple[Listener, Done]:
     """One generation on a new session, or on this one."""
     if session_id is None:
         session_id = engine.create_session().session_id
-    engine.append(session_id, prompt)
+    if append:
+        engine.append(session_id, prompt)
     listener = Listener()
     engine.generate(session_id, params, on_event=listener)
     return listener, listener.wait()

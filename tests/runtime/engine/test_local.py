@@ -128,7 +128,7 @@ def test_a_second_turn_continues_the_cached_history(make_engine: MakeEngine, tar
     second, done = run(engine, prompt_of(7), GREEDY, session_id)
     history = [*prompt_of(6), *first.token_ids, *prompt_of(7)]
     assert second.token_ids == greedy_reference(target, history, 40)
-    assert done.usage.cached_tokens == 63  # all but the token sampled last, which no forward has seen
+    assert done.usage.cached_tokens == 64  # the whole turn before, its last token included
     third, done = run(engine, [], GREEDY, session_id)  # going on without anything new is a turn like any other
     assert third.token_ids == greedy_reference(target, [*history, *second.token_ids], 40)
 
@@ -170,7 +170,7 @@ def test_the_terminal_token_is_history_and_nothing_behind_it(make_engine: MakeEn
     assert listener.token_ids == reference[: first + 1]
     assert (done.finish_reason, done.matched_stop) == ("stop", stop)
     assert done.history_length == len(prompt) + first + 1 == engine.get_session(session_id).history_length
-    assert engine.get_session(session_id).cached_tokens == done.history_length - 1
+    assert engine.get_session(session_id).cached_tokens == done.history_length
 
 
 def test_eos_ends_a_turn_unless_ignored(make_engine: MakeEngine, target: Target) -> None:
@@ -456,7 +456,7 @@ def test_the_tap_gets_every_turn_with_the_states_of_the_whole_history(make_engin
     assert len(turn.token_ids) == 128
     assert [index for index, flag in enumerate(turn.generated) if flag] == list(range(88, 128))
     cache = target.new_cache()
-    [output] = target.forward([Segment(cache, turn.token_ids[:-1])])
+    [output] = target.forward([Segment(cache, turn.token_ids)])
     target.drop(cache)
     aux = torch.cat([part.aux for part in turn.hidden])
     last = torch.cat([part.last for part in turn.hidden])

@@ -2,8 +2,8 @@
 
 The engine speaks on its own thread; `Stream` carries each event to the event loop the moment it comes. Each stream has its
 own unbounded queue: a slow reader holds back only itself, and the tokens of one generation are few. What has to happen at
-the end (permit back, one-shot session closed, times recorded) hangs on the generation's last event, not on the reader, so a
-reader that fails, leaves or is cancelled leaks nothing. Calls into the engine are bookkeeping and do not block.
+the end (permit back, times recorded) hangs on the generation's last event, not on the reader, so a reader that fails,
+leaves or is cancelled leaks nothing. Calls into the engine are bookkeeping and do not block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from runtime.engine.base import Engine, Generation
-from runtime.errors import SessionBusy, SessionNotFound, SlipstreamError
+from runtime.errors import SessionBusy, SlipstreamError
 from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Tokens
 from serving.admission import Admission
 from serving.metrics import Latencies
@@ -100,8 +100,8 @@ class Generations:
             undo.pop_all()
         return stream
 
-    async def one_shot(self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions) -> list[Stream]:
-        """One request's answers, each to a prompt in a session of its own, which is closed when the generation ends.
+    async def answers(self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions) -> list[Stream]:
+        """One request's answers, each to a prompt of its own. Sessions are found by what they hold, and kept for the next turn.
 
         They take one permit together, so that no request waits half admitted for places that others half hold.
         """
@@ -109,7 +109,7 @@ class Generations:
         permit = await self._admission.acquire()
         num_left = len(asked)
 
-        def ended() -> None:
+        def end() -> None:
             nonlocal num_left
             num_left -= 1
             if not num_left:
@@ -118,34 +118,11 @@ class Generations:
         streams: list[Stream] = []
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
-            for (prompt, params), latency in zip(asked, arrived, strict=True):
-                streams.append(self._start(prompt, params, options, latency, ended))
-                undo.callback(streams[-1].cancel)
+            for (prompt, params), latencies in zip(asked, arrived, strict=True):
+                session_id = self._engine.open_session(prompt, options).session_id
+                stream = Stream(latencies, on_end=end)
+                stream.generation = self._engine.generate(session_id, params, on_event=stream.put)
+                undo.callback(stream.cancel)
+                streams.append(stream)
             undo.pop_all()
         return streams
-
-    def _start(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        options: SessionOptions,
-        latencies: Latencies,
-        on_end: Callable[[], None],
-    ) -> Stream:
-        session_id = self._engine.create_session(options).session_id
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._close, session_id)
-            self._engine.append(session_id, prompt)
-
-            def end() -> None:
-                self._close(session_id)
-                on_end()
-
-            stream = Stream(latencies, on_end=end)
-            stream.generation = self._engine.generate(session_id, params, on_event=stream.put)
-            undo.pop_all()
-        return stream
-
-    def _close(self, session_id: str) -> None:
-        with contextlib.suppress(SessionNotFound):  # evicted meanwhile, or closed over gRPC
-            self._engine.close_session(session_id)

@@ -83,8 +83,11 @@ class Running:
         return OpenAI(base_url=f"{self.ready.http}/v1", api_key="none", max_retries=0, timeout=30)
 
     def wait_until_idle(self, within_s: float = 5.0) -> None:
-        """Every permit is back and no session of a request is left."""
-        wait_for(lambda: self.server.admission.num_running == 0 and not self.parts.engine.list_sessions(), within_s)
+        """Every permit is back and no session is at work."""
+        sessions = self.parts.engine.list_sessions
+        wait_for(
+            lambda: self.server.admission.num_running == 0 and all(session.state == "idle" for session in sessions()), within_s
+        )
 
 
 def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> None:

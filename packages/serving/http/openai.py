@@ -116,7 +116,7 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
 
 async def _begin(generations: Generations, asked: Sequence[tuple[list[int], SamplingParams]], options: SessionOptions) -> Choices:
     """Start the generations. Until the first event of the first, whatever fails becomes an HTTP status."""
-    streams = await generations.one_shot(asked, options)
+    streams = await generations.answers(asked, options)
     try:
         started = await streams[0].next()
         if isinstance(started, Done):  # it never ran

@@ -97,9 +97,14 @@ class Round:
     speculation: SpeculationStats
     num_tokens: int  # generated
     seconds: float
+    drafter_version: str  # at its end
 
     @property
-    def figures(self) -> dict[str, float]:
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def figures(self) -> dict[str, float | str]:
         return {
             "round": self.number,
             "answers": self.num_answers,
@@ -107,8 +112,9 @@ class Round:
             "heldout_rows": self.num_heldout,
             UNUSABLE: self.num_unusable,
             "generated_tokens": self.num_tokens,
-            "tokens_per_s": self.num_tokens / max(self.seconds, 1e-9),
+            "tokens_per_s": self.tokens_per_s,
             "acceptance_length": self.speculation.mean_acceptance_length,
+            "drafter": self.drafter_version,
         }
 
 
@@ -196,9 +202,18 @@ class PromptProducer:
             self._say_how_it_goes(number, num_asked, dones, time.monotonic() - began)
         speculation = total(done.speculation for done in dones)
         num_tokens = sum(done.usage.completion_tokens for done in dones)
-        seconds = time.monotonic() - began
-        told = Round(number, len(dones), counts["rows"], counts["heldout"], counts["unusable"], speculation, num_tokens, seconds)
-        self._tell(told)
+        made = Round(
+            number=number,
+            num_answers=len(dones),
+            num_rows=counts["rows"],
+            num_heldout=counts["heldout"],
+            num_unusable=counts["unusable"],
+            speculation=speculation,
+            num_tokens=num_tokens,
+            seconds=time.monotonic() - began,
+            drafter_version=self._engine.drafter_version,
+        )
+        self._tell(made)
 
     def _is_known(self, number: int, index: int, prompt: Prompt) -> bool:
         sample_id, _ = self._name(number, index, prompt)

@@ -134,11 +134,10 @@ class Progress:
 
     def produced(self, made: Round) -> None:
         self._write("round", **made.figures)
-        figures = made.figures
         self._say(
             f"round {made.number}: {made.num_answers} answers, {made.num_rows} rows, {made.num_heldout} held out, "
-            f"{made.num_unusable} unusable, {figures['tokens_per_s']:.0f} tokens/s, "
-            f"acceptance length {figures['acceptance_length']:.3f}"
+            f"{made.num_unusable} unusable, {made.tokens_per_s:.0f} tokens/s, acceptance length "
+            f"{made.speculation.mean_acceptance_length:.3f} (drafter {made.drafter_version})"
         )
 
     def all_rounds_made(self, num_rounds: int | None) -> None:

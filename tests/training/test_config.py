@@ -9,7 +9,7 @@ import pytest
 
 from runtime.config import Dtype, FeaturesConfig, ModelConfig, RegistryConfig
 from runtime.errors import ConfigError
-from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfig
+from training.config import DataConfig, GateConfig, Mode, ProducerConfig, TrainerConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,18 @@ from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfi
         (DataConfig, {"replay_rows": 4}, "data.replay_rows is 4"),
         (DataConfig, {"passes": 0}, "data.passes is 0"),
         (DataConfig, {"lease_timeout_s": 0.5}, "data.lease_timeout_s is 0.5"),
+        (DataConfig, {"prompts": " "}, "data.prompts is ' '"),
+        (TrainingConfig, {"mode": Mode.INTERLEAVED}, "data.prompts is None"),
+        (TrainingConfig, {"data": DataConfig(prompts="file")}, "data.prompts is 'file'"),
+        (ProducerConfig, {"max_rounds": 0}, "producer.max_rounds is 0"),
+        (ProducerConfig, {"max_tokens": 1}, "producer.max_tokens is 1"),
+        (ProducerConfig, {"temperature": 3.0}, "producer.temperature is 3.0"),
+        (ProducerConfig, {"concurrency": 0}, "producer.concurrency is 0"),
+        (ProducerConfig, {"swap_every_s": -1.0}, "producer.swap_every_s is -1.0"),
+        (ProducerConfig, {"heldout_fraction": 0.6}, "producer.heldout_fraction is 0.6"),
+        (ProducerConfig, {"high_rows": 31}, "producer.high_rows is 31"),
+        (ProducerConfig, {"low_mib": 0}, "producer.low_mib is 0"),
+        (ProducerConfig, {"join_timeout_s": 0.0}, "producer.join_timeout_s is 0.0"),
         (TrainingConfig, {"model": ModelConfig(dtype=Dtype.BFLOAT16)}, "model.dtype is 'bfloat16'"),
     ],
 )

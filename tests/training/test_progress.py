@@ -33,6 +33,22 @@ def test_terminal_shows_a_panel_and_events_above_it(tmp_path: Path) -> None:
     assert "rows waiting" in shown
 
 
+def test_an_interleaved_run_shows_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=140)) as progress:
+        progress.prompts(20, {"too_long": 3})
+        progress.producing({"answers": "5 of 20", "drafter": "run@7"})
+        progress.stepped(result(7), 4, {"rows_waiting": 3})
+    assert "20 prompts, 3 left out: too long" in screen.getvalue()
+    [row] = [line for line in screen.getvalue().splitlines()[-12:] if "5 of 20" in line]
+    assert "step" in row, "side by side"
+    caplog.set_level("INFO")
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.producing({"answers": "5 of 20"})
+        progress.stepped(result(8), 4, {})
+    assert "answers: answers 5 of 20" in caplog.text
+
+
 def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with Progress(tmp_path, Console(file=io.StringIO())) as progress:

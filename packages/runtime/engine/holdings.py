@@ -68,6 +68,7 @@ class Holdings:
             self.release(session)
             return
         session.features = session.features_upto(length)
+        session.num_settled = min(session.num_settled, len(session.features))
         session.cached = length
         session.dropped = self._target.dropped(session.cache)
         if session.draft is not None:
@@ -80,7 +81,7 @@ class Holdings:
             self._prefixes.remove(session)
             self._target.drop(session.cache)
             session.cache = None
-        session.cached = session.dropped = 0
+        session.cached = session.dropped = session.num_settled = 0
         session.features = []
         self.count()
 
@@ -111,6 +112,7 @@ class Holdings:
         assert holder.cache is not None
         self._give(session, self._target.fork(holder.cache, length))
         session.features = holder.features_upto(length)
+        session.num_settled = len(session.features)
         session.cached = length
         session.dropped = holder.dropped
 

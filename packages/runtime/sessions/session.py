@@ -27,7 +27,6 @@ from runtime.hidden_states import HiddenStates
 from runtime.types import SessionOptions
 
 MAX_REMEMBERED_APPENDS = 16
-SMALL_PART_ROWS = 256  # kept features in smaller parts are put together when a turn ends
 
 
 class State(Enum):
@@ -75,7 +74,8 @@ class Session:
     cached: int = 0
     dropped: int = 0  # of the cached: out of sight under the cache policy, and gone
     has_told_drop: bool = False
-    features: list[HiddenStates] = field(default_factory=list)  # kept to prime drafters after a swap, and for the tap
+    features: list[HiddenStates] = field(default_factory=list)  # kept to prime drafters after a swap, and for the tap; never changed
+    num_settled: int = 0  # of their parts: of earlier turns, or another session's
     draft: DraftState | None = None
 
     @property
@@ -170,16 +170,14 @@ class Session:
         return parts
 
     def compact_features(self) -> None:
-        """The small parts that the last steps left become one. What came before stays as it is, shared with forks."""
-        small = 0
-        while small < len(self.features) and len(self.features[-1 - small]) < SMALL_PART_ROWS:
-            small += 1
-        if small > 1:
-            self.features[-small:] = [HiddenStates.concat(self.features[-small:])]
+        """What the steps of a turn left behind becomes one part. Parts of earlier turns stay: forks and rows share them."""
+        if len(self.features) - self.num_settled > 1:
+            self.features[self.num_settled :] = [HiddenStates.concat(self.features[self.num_settled :])]
+        self.num_settled = len(self.features)
 
     def forget_features(self, position: int) -> None:
         """Keep none of positions below this one, once they are half of what is kept: rows are copied now and then only."""
         first = self.first_kept
         if 2 * (position - first) >= self.cached - first:
             rows = HiddenStates.concat(self.features)[position - first :]
-            self.features = [HiddenStates(rows.aux.clone(), rows.last.clone())]
+            self.features, self.num_settled = [HiddenStates(rows.aux.clone(), rows.last.clone())], 0

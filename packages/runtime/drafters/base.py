@@ -26,7 +26,8 @@ class DraftRequest:
     width: int = (
         1  # 1: a chain; else a tree may have so many children behind each node, as far as the drafter can tell them apart
     )
-    temperature: float = 0.0  # 0: propose the most likely; else sample each draft from softmax(logits / temperature)
+    num_nodes: int | None = None  # of a tree, at most: those with the most likely paths; None: all that there are
+    temperature: float = 0.0  # of a chain. 0: propose the most likely; else sample each draft from softmax(logits / temperature)
     uniforms: torch.Tensor | None = None  # float64 [depth] on the CPU, to draw draft k with; required when temperature > 0
 
 
@@ -48,6 +49,7 @@ class Draft:
     token_ids: list[int]
     probs: list[SparseProbs] | None = None
     parents: list[int] | None = None  # [i] < i: node i's parent, -1: the last token of the history; None: a chain
+    confidences: list[float] | None = None  # [i]: what the drafter itself gives node i behind its parent; None: it does not say
 
     @property
     def lineage(self) -> Sequence[int]:

@@ -3,30 +3,32 @@
 It knows the draft network and nothing of targets or sessions. One call of `propose`, for new rows (aux[p], x[p+1]):
 
     catch up   the K/V of every new row of every sequence, in one forward
-    depth 0    each sequence's last row attends to the sequence's K/V and gives draft 0
-    depth k    (state of depth k-1, draft k-1) at position p_last + k gives draft k; its K/V is dropped with the chain
+    level 0    each sequence's last row attends to the sequence's K/V and gives the candidates of level 0
+    level k    (state behind a node of level k-1, its token) at position p_last + k gives the candidates of level k, for the
+               `width` most likely nodes of level k-1 of every sequence; its K/V is dropped with the draft
+
+Trees are those of EAGLE-2 (Li et al. 2024): of all candidates the nodes with the most likely paths are kept. Their nodes are
+certain, whatever the temperature. A chain is a tree of width 1; at temperature > 0 its nodes are sampled instead.
 
 Only last rows need the layer's output, so a long prompt costs its K/V projections and no attention. Attention runs sequence
-by sequence, everything else for the whole batch; nothing waits for the device before the chains are complete.
+by sequence, everything else for all sequences that share a width; nothing waits for the device before the drafts are complete.
 """
 
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
 import torch
-import torch.nn.functional as F
 
 from runtime.drafters.base import Draft, DraftRequest, SparseProbs
+from runtime.drafters.eagle3_kv import SequenceKV
 from runtime.eagle3.model import Attend, Eagle3Model
 from runtime.linear import pack_linears
 from runtime.speculation.sampling import LOWEST_TEMPERATURE, pick
-
-MIN_CAPACITY_ROWS = 128
 
 
 class Eagle3Drafter:
@@ -37,7 +39,7 @@ class Eagle3Drafter:
         self._model = _snapshot(model)
         self._max_positions = model.config.max_position_embeddings
         self._target_ids = model.vocabulary.target_ids.to(model.lm_head.weight.device)  # [Vd]
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, SequenceKV] = {}
         self._handles = count()
 
     @property
@@ -47,7 +49,7 @@ class Eagle3Drafter:
     def new_state(self) -> int:
         handle = next(self._handles)
         config, weight = self._model.config, self._model.norm.weight
-        self._sequences[handle] = _Sequence(config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
+        self._sequences[handle] = SequenceKV(config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
         return handle
 
     def drop_state(self, state: int) -> None:
@@ -55,60 +57,67 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        chains = [self._plan(request) for request in requests]
-        # The deepest first: those still drafting are then always the head of the batch.
-        order = sorted((chain for chain in chains if chain.num_rows), key=lambda chain: -chain.depth)
+        plans = [self._plan(request) for request in requests]
+        # The deepest of each width first: those still drafting are then always the head of their batch.
+        order = sorted((plan for plan in plans if plan.num_rows), key=lambda plan: (plan.width, -plan.depth))
         if order:
             last_rows = self._catch_up(order)
-            if order[0].depth:
-                self._draft([chain for chain in order if chain.depth], last_rows)
-        return [chain.draft() for chain in chains]
+            for width in sorted({plan.width for plan in order}):
+                places = [place for place, plan in enumerate(order) if plan.width == width and plan.depth]
+                if places:
+                    self._draft([order[place] for place in places], last_rows.select(self._int64(places)), width)
+        return [plan.draft for plan in plans]
 
-    def _plan(self, request: DraftRequest) -> _Chain:
+    def _plan(self, request: DraftRequest) -> _Plan:
         first, num_new = request.position, len(request.aux)
         assert len(request.history) == first + num_new + 1, "the history ends with the token behind the last new row"
         sequence = self._sequences[request.state]
         sequence.truncate(first)
         num_rows = min(num_new, max(self._max_positions - first, 0))
-        # Draft k sits at position p_last + k: none without a last row, none at positions that the network does not know.
+        # Level k sits at position p_last + k: none without a last row, none at positions that the network does not know.
         room = self._max_positions - (first + num_new - 1) if num_new else 0
         depth = min(request.depth, max(room, 0))
-        return _Chain(request, sequence, num_rows, depth, _uniforms(request))
+        width = min(request.width, len(self._target_ids))
+        return _Plan(request, sequence, num_rows, depth, width, _uniforms(request) if width == 1 else None)
 
-    def _catch_up(self, chains: Sequence[_Chain]) -> _Batch:
-        """Keep the K/V of all new rows but those to draft from, and return these."""
+    def _catch_up(self, plans: Sequence[_Plan]) -> _Batch:
+        """Keep the K/V of all new rows but those to draft from, and return the last row of each plan."""
         token_ids: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
         last: list[int] = []
-        for chain in chains:
-            first, end = chain.request.position, len(positions) + chain.num_rows
-            kept += range(len(positions), len(positions) + chain.num_kept)
-            last += range(len(positions) + chain.num_kept, end)
-            positions += range(first, first + chain.num_rows)
-            token_ids += chain.request.history[first + 1 : first + 1 + chain.num_rows]
-        aux = torch.cat([chain.request.aux[: chain.num_rows] for chain in chains]).to(self._target_ids.device)  # [N, 3*Ht]
+        for plan in plans:
+            first, start = plan.request.position, len(positions)
+            kept += range(start, start + plan.num_kept)
+            last.append(start + plan.num_rows - 1)
+            positions += range(first, first + plan.num_rows)
+            token_ids += plan.request.history[first + 1 : first + 1 + plan.num_rows]
+        aux = torch.cat([plan.request.aux[: plan.num_rows] for plan in plans]).to(self._target_ids.device)  # [N, 3*Ht]
         batch = _Batch(self._int64(token_ids), self._model.project(aux), self._int64(positions))
         if kept:
             rows = batch.select(self._int64(kept))
             k, v = self._model.keys_values(rows.token_ids, rows.h, rows.positions)  # [N, kv_heads, D]
-            sizes = [chain.num_kept for chain in chains]
-            for chain, k_rows, v_rows in zip(chains, torch.split(k, sizes), torch.split(v, sizes), strict=True):
-                chain.sequence.append(chain.request.position, k_rows, v_rows)
+            sizes = [plan.num_kept for plan in plans]
+            for plan, k_rows, v_rows in zip(plans, torch.split(k, sizes), torch.split(v, sizes), strict=True):
+                plan.sequence.append(plan.request.position, k_rows, v_rows)
         return batch.select(self._int64(last))
 
-    def _draft(self, chains: Sequence[_Chain], batch: _Batch) -> None:
-        """Draft all chains, deepest first, each from its row of the batch."""
-        token_ids, h = batch.token_ids, batch.h
-        chooser = _Chooser(chains, self._target_ids)
-        for depth in range(chains[0].depth):
-            active = [chain for chain in chains if chain.depth > depth]
-            n = len(active)
-            h = self._model.layer(token_ids[:n], h[:n], batch.positions[:n] + depth, _attend_ahead(active, depth))
-            token_ids = chooser.choose(self._model.draft_logits(h), depth)  # [n]
-        for chain in chains:
-            chain.sequence.keep_row_ahead(chain.last_position)
-        chooser.hand_out()
+    def _draft(self, plans: Sequence[_Plan], roots: _Batch, width: int) -> None:
+        """Draft all plans of one width, deepest first, each from its row of the batch."""
+        model, growth = self._model, _Growth(plans, width, self._target_ids)
+        h = model.layer(roots.token_ids, roots.h, roots.positions, _attend_root(plans)).unsqueeze(1)  # [n, beams, H]
+        growth.add(model.draft_logits(h))
+        for level in range(1, plans[0].depth):
+            n = growth.num_at(level)
+            token_ids, beam = growth.frontier(n)  # [n, width], and which row of h is behind each
+            h = h[:n].gather(1, beam[..., None].expand(-1, -1, h.shape[-1])).flatten(0, 1)
+            positions = (roots.positions[:n] + level).repeat_interleave(width)
+            h = model.layer(token_ids.flatten(), h, positions, _attend_level(plans[:n], growth.ancestors, level))
+            h = h.view(n, width, -1)
+            growth.add(model.draft_logits(h))
+        for plan in plans:
+            plan.sequence.keep_row_ahead(plan.last_position)
+        growth.hand_out()
 
     def _int64(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._target_ids.device)
@@ -131,11 +140,29 @@ def _uniforms(request: DraftRequest) -> torch.Tensor | None:
     return request.uniforms
 
 
-def _attend_ahead(chains: Sequence[_Chain], depth: int) -> Attend:
-    """Attention of the chains' rows at this depth: to all kept rows of their own sequence and to their own chain."""
+def _attend_root(plans: Sequence[_Plan]) -> Attend:
+    """Attention of the plans' last rows: to all kept rows of their own sequence and to themselves."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.stack([chain.sequence.attend(q[i], k[i], v[i], depth) for i, chain in enumerate(chains)])
+        return torch.cat([plan.sequence.attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], 0) for i, plan in enumerate(plans)])
+
+    return attend
+
+
+def _attend_level(plans: Sequence[_Plan], ancestors: torch.Tensor, level: int) -> Attend:
+    """Attention of a level's nodes, `width` of each plan: to its sequence, its last row, their own ancestors and themselves.
+
+    ancestors: bool [n, width, level * width], of each node among the nodes of the levels 1 .. level.
+    """
+    width = ancestors.shape[1]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for i, plan in enumerate(plans):
+            rows = slice(i * width, (i + 1) * width)
+            sees = None if width == 1 else ancestors[i]
+            outputs.append(plan.sequence.attend(q[rows], k[rows], v[rows], 1 + (level - 1) * width, sees))
+        return torch.cat(outputs)
 
     return attend
 
@@ -153,114 +180,115 @@ class _Batch:
 
 
 @dataclass
-class _Chain:
+class _Plan:
     """One request on its way through a call of `propose`."""
 
     request: DraftRequest
-    sequence: _Sequence
+    sequence: SequenceKV
     num_rows: int  # new rows at positions that the network knows
-    depth: int  # drafts to make, <= request.depth
-    uniforms: torch.Tensor | None  # float64 [request.depth]; None: greedy
-    token_ids: list[int] = field(default_factory=list)
-    probs: list[SparseProbs] = field(default_factory=list)
+    depth: int  # levels to draft, <= request.depth
+    width: int
+    uniforms: torch.Tensor | None  # float64 [request.depth], of a sampled chain
+    draft: Draft = field(default_factory=lambda: Draft([]))
+
+    def __post_init__(self) -> None:
+        if self.uniforms is not None:
+            self.draft = Draft([], [])
 
     @property
     def num_kept(self) -> int:
-        """New rows whose K/V the catch-up keeps; the one to draft from follows at depth 0."""
+        """New rows whose K/V the catch-up keeps; the one to draft from follows at level 0."""
         return self.num_rows - 1 if self.depth else self.num_rows
 
     @property
     def last_position(self) -> int:
         return self.request.position + len(self.request.aux) - 1
 
-    def draft(self) -> Draft:
-        return Draft(self.token_ids, None if self.uniforms is None else self.probs)
 
+class _Growth:
+    """The trees of one batch while they grow, level by level; everything stays on the device until `hand_out`.
 
-class _Sequence:
-    """K/V of one sequence, a row per position seen, with room behind for a chain whose rows are never counted."""
+    A level has `width` candidates behind each of its beams, the frontier of the level before; level 0 has one beam, the root.
+    """
 
-    def __init__(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._positions: list[int] = []  # ascending, of the rows that count; gaps are fine
-        self._keys = torch.empty(num_heads, MIN_CAPACITY_ROWS, head_dim, dtype=dtype, device=device)  # [kv_heads, capacity, D]
-        self._values = torch.empty_like(self._keys)
-
-    def truncate(self, position: int) -> None:
-        """Forget rows at this position and behind."""
-        del self._positions[bisect_left(self._positions, position) :]
-
-    def append(self, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep rows k, v [m, kv_heads, D] of positions first .. first+m-1."""
-        self._write(k, v, 0)
-        self._positions += range(first, first + len(k))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Write a row k, v [kv_heads, D] `ahead` places behind those that count; q [heads, D] sees everything up to it."""
-        end = self._write(k.unsqueeze(0), v.unsqueeze(0), ahead)
-        keys, values = self._keys[None, :, :end], self._values[None, :, :end]  # [1, kv_heads, end, D]
-        return F.scaled_dot_product_attention(q[None, :, None], keys, values, enable_gqa=True)[0, :, 0]
-
-    def keep_row_ahead(self, position: int) -> None:
-        """Let the first row behind those that count be one of them; the rest of the chain is thereby dropped."""
-        self._positions.append(position)
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor, ahead: int) -> int:
-        start = len(self._positions) + ahead
-        end = start + len(k)
-        if end > self._keys.shape[1]:
-            self._keys, self._values = _grown(self._keys, end), _grown(self._values, end)
-        self._keys[:, start:end] = k.transpose(0, 1)
-        self._values[:, start:end] = v.transpose(0, 1)
-        return end
-
-
-def _grown(old: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The same rows [kv_heads, capacity, D] with room for num_rows, and for as many again as there were."""
-    capacity = old.shape[1]
-    new = old.new_empty(old.shape[0], max(2 * capacity, num_rows), old.shape[2])
-    new[:, :capacity] = old
-    return new
-
-
-class _Chooser:
-    """Picks the batch's tokens depth by depth; everything stays on the device until `hand_out`."""
-
-    def __init__(self, chains: Sequence[_Chain], target_ids: torch.Tensor) -> None:
-        self._chains = chains
+    def __init__(self, plans: Sequence[_Plan], width: int, target_ids: torch.Tensor) -> None:
+        self._plans, self._width = plans, width
         self._target_ids = target_ids  # [Vd]
-        self._sampled = [i for i, chain in enumerate(chains) if chain.uniforms is not None]
-        self._tokens: list[torch.Tensor] = []  # per depth: target ids [n]
-        self._masses: list[torch.Tensor] = []  # per depth: q of each token, 1 where it was certain [n]
+        self._sampled = [i for i, plan in enumerate(plans) if plan.uniforms is not None]
+        self._probs: list[list[SparseProbs]] = [[] for _ in plans]  # of sampled chains
+        self._levels: list[torch.Tensor] = []  # float64 [3, n, candidates]: target id, log q of the path, parent
+        self._scores = torch.zeros(len(plans), 1, device=target_ids.device)  # [n, beams] log q of each beam's path
+        self._places = torch.full((len(plans), 1), -1, device=target_ids.device)  # [n, beams] node that each beam is
+        self._num_nodes = 0  # candidates of a plan so far
+        self.ancestors = torch.ones(len(plans), 1, 0, dtype=torch.bool, device=target_ids.device)  # [n, beams, nodes fed in]
 
-    def choose(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """One token for each row of draft logits [n, Vd]; target ids [n]."""
-        draft_ids = logits.argmax(dim=-1)
-        mass = torch.ones(len(logits), device=logits.device)
-        sampled = [i for i in self._sampled if i < len(logits)]
-        if sampled:
-            rows = torch.tensor(sampled, device=logits.device)
-            temperatures = [max(self._chains[i].request.temperature, LOWEST_TEMPERATURE) for i in sampled]
-            scale = torch.tensor(temperatures, device=logits.device).unsqueeze(-1)  # [num sampled, 1]
-            q = (logits[rows].float() / scale).softmax(dim=-1)  # [num sampled, Vd]
-            draft_ids[rows] = picked = pick(q, torch.stack([self._uniform(i, depth) for i in sampled]))
-            mass[rows] = q.gather(-1, picked.unsqueeze(-1)).squeeze(-1)
-            for i, row in zip(sampled, q, strict=True):
-                self._chains[i].probs.append(SparseProbs(self._target_ids, row))
-        self._tokens.append(self._target_ids[draft_ids])
-        self._masses.append(mass)
-        return self._tokens[-1]
+    def num_at(self, level: int) -> int:
+        """Plans that go on to this level."""
+        return sum(plan.depth > level for plan in self._plans)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """The next level's candidates, from the draft logits [n, beams, Vd] behind the frontier."""
+        n, level = len(logits), len(self._levels)
+        logits = logits.float()
+        best, draft_ids = logits.topk(self._width, dim=-1)  # [n, beams, width]
+        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
+        for i in self._sampled:
+            if i < n:
+                draft_ids[i, 0], log_q[i, 0] = self._sample(i, logits[i, 0], level)
+        self._candidate_ids = self._target_ids[draft_ids].flatten(1)  # [n, beams * width]
+        self._candidate_scores = (self._scores[:n, :, None] + log_q).flatten(1)
+        parents = self._places[:n].repeat_interleave(self._width, dim=1)
+        self._levels.append(torch.stack([self._candidate_ids.double(), self._candidate_scores.double(), parents.double()]))
+
+    def _sample(self, i: int, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self._plans[i]
+        assert plan.uniforms is not None
+        q = (logits / max(plan.request.temperature, LOWEST_TEMPERATURE)).softmax(dim=-1)  # [Vd]
+        self._probs[i].append(SparseProbs(self._target_ids, q))
+        draft_id = pick(q.unsqueeze(0), plan.uniforms[level : level + 1])  # [1]
+        return draft_id, q[draft_id].log()
+
+    def frontier(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely candidates of the last level become beams: their ids, and which beam was before each, [n, width]."""
+        self._scores, chosen = self._candidate_scores[:n].topk(self._width, dim=1)
+        beam = chosen // self._width
+        self._places = self._num_nodes + chosen
+        self._num_nodes += self._candidate_scores.shape[1]
+        before = self.ancestors[:n].gather(1, beam[..., None].expand(-1, -1, self.ancestors.shape[2]))
+        itself = torch.eye(self._width, dtype=torch.bool, device=chosen.device).expand(n, -1, -1)
+        self.ancestors = torch.cat([before, itself], dim=2)
+        return self._candidate_ids[:n].gather(1, chosen), beam
 
     def hand_out(self) -> None:
-        """Give each chain its tokens, up to one without mass in its own distribution: not a draft (a broken network's)."""
-        sizes = [len(tokens) for tokens in self._tokens]
-        tokens, masses = torch.cat(self._tokens).tolist(), torch.cat(self._masses).tolist()
-        starts = [sum(sizes[:depth]) for depth in range(len(sizes))]
-        for i, chain in enumerate(self._chains):
-            places = [start + i for start in starts[: chain.depth]]
-            chain.token_ids = [tokens[place] for place in takewhile(lambda place: masses[place] > 0.0, places)]
-            del chain.probs[len(chain.token_ids) :]
+        """Give each plan its draft: of all candidates those with the most likely paths, in one transfer."""
+        shapes = [level.shape[1:] for level in self._levels]
+        values = torch.cat([level.flatten() for level in self._levels]).tolist()
+        tables: list[list[list[float]]] = [[[], [], []] for _ in self._plans]
+        at = 0
+        for n, size in shapes:
+            for column in range(3):
+                for i in range(n):
+                    tables[i][column] += values[at : at + size]
+                    at += size
+        for plan, table, probs in zip(self._plans, tables, self._probs, strict=True):
+            plan.draft = _most_likely(table[0], table[1], table[2], plan, probs)
 
-    def _uniform(self, i: int, depth: int) -> torch.Tensor:
-        uniforms = self._chains[i].uniforms
-        assert uniforms is not None
-        return uniforms[depth]
+
+def _most_likely(
+    token_ids: Sequence[float], scores: Sequence[float], parents: Sequence[float], plan: _Plan, probs: list[SparseProbs]
+) -> Draft:
+    """The draft of one plan from its candidates. None that has no mass in its own distribution: a broken network's."""
+    nodes = [node for node, score in enumerate(scores) if math.isfinite(score)]
+    if plan.request.num_nodes is not None:
+        # A path is never more likely than its beginning, and comes behind it: with a node its ancestors are among the best.
+        nodes = sorted(sorted(nodes, key=lambda node: -scores[node])[: plan.request.num_nodes])
+    places = {node: place for place, node in enumerate(nodes)}
+    before = [int(parents[node]) for node in nodes]
+    return Draft(
+        token_ids=[int(token_ids[node]) for node in nodes],
+        probs=None if plan.uniforms is None else probs[: len(nodes)],
+        parents=None if plan.width == 1 else [places.get(parent, -1) for parent in before],
+        confidences=[
+            math.exp(scores[node] - (scores[parent] if parent >= 0 else 0.0)) for node, parent in zip(nodes, before, strict=True)
+        ],
+    )

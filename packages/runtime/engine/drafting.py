@@ -140,5 +140,9 @@ def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
     del kept[-1]
     if len(kept) == len(draft.token_ids):
         return draft
-    parents = None if draft.parents is None else [kept.get(draft.parents[node], -1) for node in kept]
-    return Draft([draft.token_ids[node] for node in kept], draft.probs and [draft.probs[node] for node in kept], parents)
+    return Draft(
+        token_ids=[draft.token_ids[node] for node in kept],
+        probs=draft.probs and [draft.probs[node] for node in kept],
+        parents=None if draft.parents is None else [kept.get(draft.parents[node], -1) for node in kept],
+        confidences=draft.confidences and [draft.confidences[node] for node in kept],
+    )

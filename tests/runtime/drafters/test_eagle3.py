@@ -1,7 +1,7 @@
 """The served drafter against a slow oracle: the whole sequence again from its first row for every single draft."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -158,6 +158,81 @@ def test_a_batch_drafts_what_each_of_its_sequences_drafts_alone():
                 sequences[i].check(drafts[i], depth, temperature)
             for a, b in zip(drafts[i].probs or [], single.probs or [], strict=True):
                 torch.testing.assert_close(a.probs, b.probs, rtol=1e-4, atol=1e-6)
+
+
+def expected_tree(sequence, width, depth, num_nodes, model=MODEL):
+    """The nodes of EAGLE-2, one forward from scratch each: {path of tokens: log q of the path}."""
+    frontier, candidates = {(): 0.0}, {}
+    for _ in range(depth):
+        level = {}
+        for path, score in frontier.items():
+            log_q = sequence.oracle(list(path), model).log_softmax(-1)
+            for value, index in zip(*log_q.topk(width), strict=True):
+                level[*path, int(model.vocabulary.target_ids[index])] = score + float(value)
+        candidates |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:width])
+    return dict(sorted(candidates.items(), key=lambda item: -item[1])[:num_nodes])
+
+
+def paths_of(draft):
+    """{path of tokens: product of confidences}"""
+    paths = {(): 1.0}
+    keys = [()]
+    for token_id, parent, confidence in zip(draft.token_ids, draft.parents, draft.confidences, strict=True):
+        key = (*keys[parent + 1], token_id)
+        paths[key] = paths[keys[parent + 1]] * confidence
+        keys.append(key)
+    del paths[()]
+    return paths
+
+
+@pytest.mark.parametrize(("width", "depth", "num_nodes"), [(2, 3, 5), (3, 1, 3), (3, 4, 12), (4, 3, None)])
+def test_a_tree_holds_the_nodes_with_the_most_likely_paths(width, depth, num_nodes):
+    drafter, sequence = Eagle3Drafter(MODEL, "v"), Sequence(5)
+    state = drafter.new_state()
+    for position, num_rows in ((0, 7), (7, 2), (9, 1)):  # the tree before leaves nothing behind
+        request = sequence.request(state, position, num_rows, depth, width=width, num_nodes=num_nodes)
+        [draft] = drafter.propose([request])
+        assert draft.probs is None
+        assert all(-1 <= parent < node for node, parent in enumerate(draft.parents))
+        expected = expected_tree(sequence, width, depth, num_nodes)
+        found = paths_of(draft)
+        assert set(found) == set(expected)
+        for path, log_q in expected.items():
+            assert found[path] == pytest.approx(math.exp(log_q), rel=1e-3)
+
+
+def test_trees_and_chains_of_many_sequences_are_drafted_together():
+    plans = [(0, 4, 3, 0.0), (1, 2, 1, 0.0), (2, 3, 3, 1.0), (3, 5, 1, 0.7), (4, 0, 3, 0.0), (5, 2, 2, 0.0)]
+    together, sequences = Eagle3Drafter(MODEL, "v"), [Sequence(seed) for seed, *_ in plans]
+    states = [together.new_state() for _ in plans]
+    for position, num_rows in ((0, 5), (5, 3)):
+        requests, expected = [], []
+        for i, (seed, depth, width, temperature) in enumerate(plans):
+            more = {"width": width, "num_nodes": 7, "temperature": temperature, "uniforms": numbers(seed, depth)}
+            requests.append(sequences[i].request(states[i], position, num_rows, depth, **more))
+            alone = Eagle3Drafter(MODEL, "v")
+            handle = alone.new_state()
+            if position:
+                alone.propose([Sequence(seed).request(handle, 0, position, 0)])
+            [draft] = alone.propose([replace(requests[-1], state=handle)])
+            expected.append(draft)
+        for draft, single in zip(together.propose(requests), expected, strict=True):
+            assert (draft.token_ids, draft.parents) == (single.token_ids, single.parents)
+            assert (draft.confidences or []) == pytest.approx(single.confidences or [], rel=1e-3)
+            assert (draft.probs is None) == (single.probs is None)
+
+
+def test_a_width_beyond_the_vocabulary_and_a_broken_network_give_what_there_is():
+    drafter, sequence = Eagle3Drafter(MODEL, "v"), Sequence(5)
+    size = len(MODEL.vocabulary.target_ids)
+    [draft] = drafter.propose([sequence.request(drafter.new_state(), 0, 3, 1, width=size + 5)])
+    assert len(draft.token_ids) == size
+    model = make_model(seed=6)
+    model.lm_head.weight.fill_(math.nan)
+    broken = Eagle3Drafter(model, "v")
+    [draft] = broken.propose([Sequence(1).request(broken.new_state(), 0, 4, depth=3, width=3, num_nodes=6)])
+    assert draft.token_ids == []
 
 
 def test_sampled_tokens_are_drawn_from_the_very_distribution_that_is_returned():

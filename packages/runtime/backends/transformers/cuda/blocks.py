@@ -33,6 +33,7 @@ class Table:
     parents: Sequence[int] = ()  # of the tentative rows of the last forward
     row: int | None = None  # of the device's copy
     first_stale: int = 0  # entries before it are on the device already
+    may_share: bool = False  # its last block, with a fork: reserve before writing
 
     @property
     def gone(self) -> range:
@@ -81,6 +82,7 @@ class Blocks:
             self._give_back(table.blocks[shared])
             table.blocks[shared] = mine
             table.touch(shared)
+        table.may_share = False
         if end > len(table.blocks):
             table.touch(len(table.blocks))
             table.blocks.extend(self._take() for _ in range(end - len(table.blocks)))
@@ -115,6 +117,7 @@ class Blocks:
         copy = Table(table.policy, length, table.blocks[: num_blocks_for(length)])
         for block in copy.blocks:
             self._holders[block] += block != DEAD
+        table.may_share = copy.may_share = True
         return copy
 
     def adopt(self, table: Table, gone: range) -> None:

@@ -1,0 +1,190 @@
+"""The K/V of all sessions on the device: pages of 16 tokens, and one table that tells the kernels where they lie.
+
+Beside keys and values a page has room for what the forward leaves behind for drafting and training (`states`) and for a
+drafter's own keys and values, so one table serves all and a fork shares all. Every plane is [n, blocks, heads, 16, width].
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import numpy as np
+import torch
+
+from runtime.backends.segments import check_root_path
+from runtime.backends.transformers.cache import KVShape
+from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, DEAD, Blocks, Table, num_blocks_for
+from runtime.types import CachePolicy
+
+TABLE_ROWS = 512  # sequences that one forward can have, and more: who was in it before finds its row still filled
+
+
+class PagedPool:
+    """Caches by handle, their pages, and the device's block table."""
+
+    def __init__(self, shape: KVShape, hidden_size: int, max_positions: int, num_blocks: int) -> None:
+        assert shape.key_dim == shape.value_dim
+        self.shape = shape
+        self.blocks = Blocks(num_blocks)
+        # Zeros, not garbage: whatever the kernels do with masked keys, a NaN is not among them.
+        pages = (2 * shape.num_layers, num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.key_dim)
+        self._kv = torch.zeros(pages, dtype=shape.dtype, device=shape.device)
+        self.keys, self.values = self._kv[: shape.num_layers].unbind(), self._kv[shape.num_layers :].unbind()
+        self._states = torch.zeros(1, num_blocks, 1, BLOCK_TOKENS, 4 * hidden_size, dtype=shape.dtype, device=shape.device)
+        self.states = self._states.view(-1, 4 * hidden_size)  # [slots, 4H]: three auxiliary layers and the normed last
+        self._planes = [self._kv, self._states]
+        self._tables: dict[int, Table] = {}
+        self._handles = count()
+        self.device_table = torch.zeros(
+            TABLE_ROWS, num_blocks_for(max_positions) + 1, dtype=torch.int32, device=shape.device
+        )  # row 0 is nobody's: all of it is dead
+        self._row_owners: OrderedDict[int, Table | None] = OrderedDict((row, None) for row in range(1, TABLE_ROWS))
+
+    @staticmethod
+    def page_bytes(shape: KVShape, hidden_size: int) -> int:
+        return BLOCK_TOKENS * (shape.token_bytes + 4 * hidden_size * shape.dtype.itemsize)
+
+    def add_plane(self, heads: int, width: int) -> torch.Tensor:
+        """A further plane [blocks, heads, 16, width] that follows copies and commits, a drafter's keys for one."""
+        shape = self.shape
+        plane = torch.zeros(1, self.blocks.num_blocks, heads, BLOCK_TOKENS, width, dtype=shape.dtype, device=shape.device)
+        self._planes.append(plane)
+        return plane[0]
+
+    # --- caches ---
+
+    def __getitem__(self, handle: int) -> Table:
+        if handle not in self._tables:
+            raise ValueError(
+                f"Cache {handle!r} is not here: it was dropped, or is no handle of this target. Make one with new_cache()."
+            )
+        return self._tables[handle]
+
+    def add(self, table: Table) -> int:
+        handle = next(self._handles)
+        self._tables[handle] = table
+        return handle
+
+    def drop(self, handle: int) -> None:
+        table = self[handle]
+        self.blocks.release(table)
+        if table.row is not None:
+            self._row_owners[table.row] = None
+            self._row_owners.move_to_end(table.row, last=False)
+        del self._tables[handle]
+
+    def num_bytes(self) -> int:
+        return self.blocks.num_used * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        return sum(plane[:, 0].numel() * plane.element_size() for plane in self._planes)
+
+    def bytes_for(self, num_tokens: int, policy: CachePolicy) -> int:
+        blocks = num_blocks_for(num_tokens)
+        if policy.window is not None:  # both ends of the window cut a block, and one more waits to be dropped
+            blocks = min(blocks, num_blocks_for(policy.sink) + num_blocks_for(policy.window) + 3)
+        return blocks * self._block_bytes
+
+    # --- before and after a forward ---
+
+    def reserve(self, tables: Sequence[Table], num_tokens: Sequence[int]) -> None:
+        """Writable pages for the new tokens of each, and the device's table up to date."""
+        for table, size in zip(tables, num_tokens, strict=True):
+            self.blocks.reserve(table, size)
+        if self.blocks.copies:
+            sources, targets = (torch.tensor(side, device=self.shape.device) for side in zip(*self.blocks.copies, strict=True))
+            self.blocks.copies.clear()
+            for plane in self._planes:
+                plane[:, targets] = plane[:, sources]
+        for table in tables:
+            self._seat(table)
+        for table in tables:
+            self._upload(table)
+
+    def _seat(self, table: Table) -> None:
+        """Give a table a row of the device's copy: the longest unused, if it has none."""
+        if table.row is None:
+            row, owner = next(iter(self._row_owners.items()))
+            if owner is not None:
+                owner.row = None
+            self._row_owners[row] = table
+            table.row, table.first_stale = row, 0
+        self._row_owners.move_to_end(table.row)
+
+    def _upload(self, table: Table) -> None:
+        if table.first_stale < len(table.blocks):
+            assert table.row is not None
+            entries = torch.from_numpy(np.array(table.blocks[table.first_stale :], dtype=np.int32))
+            self.device_table[table.row, table.first_stale : len(table.blocks)].copy_(entries, non_blocking=True)
+            table.first_stale = len(table.blocks)
+
+    def commit(self, table: Table, rows: Sequence[int]) -> None:
+        """Keep the tentative rows of one root path and free the rest."""
+        check_root_path(table.parents, rows)
+        if rows and rows[-1] != len(rows) - 1:  # not simply the first rows: move them together
+            sources = self._places(table, [table.length + row for row in rows])
+            targets = self._places(table, range(table.length, table.length + len(rows)))
+            for plane in self._planes:
+                # With a slice between two index tensors their axis comes first: [rows, n, heads, width] on both sides.
+                plane[:, targets[0], :, targets[1]] = plane[:, sources[0], :, sources[1]]
+        self.advance(table, len(rows))
+
+    def advance(self, table: Table, num_tokens: int, keep_tail: bool = False) -> None:
+        """The first tentative rows are committed where they lie. keep_tail: blocks taken ahead stay taken."""
+        table.length += num_tokens
+        table.parents = ()
+        if not keep_tail:
+            self.blocks.trim(table)
+        self.blocks.drop_unseen(table)
+
+    def _places(self, table: Table, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset of each position."""
+        blocks = [table.blocks[position // BLOCK_TOKENS] for position in positions]
+        offsets = [position % BLOCK_TOKENS for position in positions]
+        device = self.shape.device
+        return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
+
+    def states_of(self, table: Table, first: int, end: int) -> torch.Tensor:
+        """[end - first, 4H] what the forwards of these committed positions left behind; they must not be dropped."""
+        block, offset = self._places(table, range(first, end))
+        return self.states[block * BLOCK_TOKENS + offset]
+
+    # --- on disk ---
+
+    def save(self, table: Table) -> dict[str, torch.Tensor]:
+        """Pages and states of the blocks that are held, in table order."""
+        index = torch.tensor(
+            [block for block in table.blocks[: num_blocks_for(table.length)] if block != DEAD], dtype=torch.int64
+        )
+        index = index.to(self.shape.device)
+        return {name: plane[:, index].cpu().contiguous() for name, plane in self._saved_planes()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int:
+        table = Table(policy, length)
+        held = tensors["kv"].shape[1] if "kv" in tensors and tensors["kv"].dim() == 5 else -1
+        for name, plane in self._saved_planes():
+            expected = (plane.shape[0], held, *plane.shape[2:])
+            if set(tensors) != {"kv", "states"} or tuple(tensors[name].shape) != expected or tensors[name].dtype != plane.dtype:
+                found = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
+                raise ValueError(
+                    f"The saved tensors are {found}; this target's {name} is {plane.dtype} of shape {list(expected)}."
+                )
+        total = num_blocks_for(length)
+        first = num_blocks_for(policy.sink)
+        gone = range(first, first + total - held)
+        unseen = 0 if policy.window is None else max(length - policy.window + 1, 0) // BLOCK_TOKENS
+        if held > total or (gone and gone.stop > unseen):
+            raise ValueError(
+                f"{held} blocks of K/V were saved; {length} tokens need {total - max(unseen - first, 0)} to {total}."
+            )
+        self.blocks.adopt(table, gone)
+        index = torch.tensor([block for block in table.blocks if block != DEAD], dtype=torch.int64, device=self.shape.device)
+        for name, plane in self._saved_planes():
+            plane[:, index] = tensors[name].to(self.shape.device)
+        return self.add(table)
+
+    def _saved_planes(self) -> list[tuple[str, torch.Tensor]]:
+        return [("kv", self._kv), ("states", self._states)]

@@ -1,0 +1,257 @@
+"""`CudaTarget`: a Llama-like decoder over paged K/V, its short forwards under CUDA graphs.
+
+A forward's rows lie sequence by sequence. Where all are short, each sequence is padded to the same number of rows and the
+number of sequences to the next bucket, and the launches are replayed from a graph of that shape; long ones (prompts) are
+launched one by one. Either way it is the same kernels, so a row's result depends on no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
+from runtime.backends.segments import check_batch, depths
+from runtime.backends.transformers.cache import KVShape
+from runtime.backends.transformers.cuda import launch
+from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
+from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows
+from runtime.backends.transformers.cuda.network import Network
+from runtime.backends.transformers.cuda.pool import PagedPool
+from runtime.hidden_states import HiddenStates
+from runtime.types import CachePolicy
+
+MAX_SEQUENCES = 64  # of one graph
+MAX_NODES = 64  # of a tree: one bit each
+MAX_GRAPH_ROWS = 512
+
+
+class Graphs:
+    """What was launched once with these shapes is replayed from then on. Buffers are static, so replays read new inputs.
+
+    All graphs run on one stream and share one memory pool; what they leave in their buffers is read before the next replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs or self._device.type != "cuda"
+
+    def run(self, key: Hashable, launches: Callable[[], None]) -> None:
+        """Replay; the first time launch once for real, which compiles kernels, and capture for the next time."""
+        if graph := self._graphs.get(key):
+            graph.replay()
+            return
+        launches()
+        if self._device.type == "cuda":
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+                launches()
+                graph.capture_end()
+            self._graphs[key] = graph
+
+
+class CudaTarget:
+    """Implements `runtime.backends.base.Target`. One thread at a time."""
+
+    def __init__(self, network: Network, info: TargetInfo, shape: KVShape, pool_bytes: int) -> None:
+        self.network, self._info = network, info
+        self.device = shape.device
+        num_blocks = pool_bytes // PagedPool.page_bytes(shape, info.hidden_size)
+        self.pool = PagedPool(shape, info.hidden_size, info.max_positions, num_blocks)
+        self.graphs = Graphs(self.device)
+        self.buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
+        self._head = Head(network.head, MAX_GRAPH_ROWS)
+        self._logits = torch.empty(MAX_GRAPH_ROWS, info.vocab_size, dtype=torch.float32, device=self.device)
+        self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * MAX_SEQUENCES, dtype=torch.int32, device=self.device)
+
+    @property
+    def info(self) -> TargetInfo:
+        return self._info
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self.network.embedding
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        return self.network.head
+
+    def new_cache(self, policy: CachePolicy = FULL) -> int:
+        return self.pool.add(Table(policy))
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
+        """See the protocol. ValueError, before anything changes, for a segment that makes no sense.
+
+        Logits of a short forward are views that the next forward overwrites.
+        """
+        if not segments:
+            return []
+        check_batch(segments, self.length, self._info)
+        tables = [self.pool[segment.cache] for segment in segments]
+        sizes = [len(segment.token_ids) for segment in segments]
+        self.pool.reserve(tables, sizes)
+        is_tree = any(segment.parents is not None for segment in segments)
+        shape = graph_shape(len(segments), max(sizes))
+        if shape is None:
+            outputs = self._forward_long(segments, tables, sizes, is_tree)
+        else:
+            outputs = self._forward_short(segments, tables, sizes, is_tree, *shape)
+        for table, segment, size in zip(tables, segments, sizes, strict=True):
+            table.parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)
+        return outputs
+
+    def _forward_short(
+        self, segments: Sequence[Segment], tables: list[Table], sizes: list[int], is_tree: bool, num: int, size: int
+    ) -> list[SegmentOutput]:
+        starts = [size * s for s in range(len(segments))]
+        packed = pack(segments, tables, sizes, starts, size * num, num)
+        key = ("forward", num, size, is_tree)
+        rows = unpack(self._inputs, self.pool.device_table, size * num, num, size, is_tree)
+        self._inputs[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
+
+        def launches() -> None:
+            self.run_layers(rows, self.buffers)
+            self._head.logits(self.buffers.hidden[: rows.num_rows, 3 * self._info.hidden_size :], self._logits)
+
+        self.graphs.run(key, launches)
+        hidden = self._states(self.buffers.hidden[: size * num].clone())
+        return [
+            SegmentOutput(self._logits[start + n - segment.num_logits : start + n], hidden[start : start + n])
+            for segment, start, n in zip(segments, starts, sizes, strict=True)
+        ]
+
+    def _forward_long(
+        self, segments: Sequence[Segment], tables: list[Table], sizes: list[int], is_tree: bool
+    ) -> list[SegmentOutput]:
+        ends = np.cumsum(sizes).tolist()
+        starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+        packed = torch.from_numpy(pack(segments, tables, sizes, starts, ends[-1], len(segments))).to(self.device)
+        rows = unpack(packed, self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
+        buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
+        self.run_layers(rows, buffers)
+        hidden = self._states(buffers.hidden)
+        wanted = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.num_logits, end)]
+        logits = torch.empty(len(wanted), self._info.vocab_size, dtype=torch.float32, device=self.device)
+        if wanted:
+            head = Head(self.network.head, len(wanted))
+            head.logits(hidden.last[torch.tensor(wanted, device=self.device)], logits)
+        by_segment = torch.split(logits, [segment.num_logits for segment in segments])
+        return [SegmentOutput(part, hidden[start:end]) for part, start, end in zip(by_segment, starts, ends, strict=True)]
+
+    def run_layers(self, rows: Rows, buffers: Buffers) -> None:
+        """All layers; the states of the rows come to lie in `buffers.hidden` and in the pool."""
+        network, n = self.network, rows.num_rows
+        g = network.geometry
+        x, q = buffers.x[:n], buffers.q[:n]
+        torch.index_select(network.embedding, 0, rows.ids, out=x)
+        aux = [part[:n] for part in buffers.aux]
+        for i, layer in enumerate(network.layers):
+            keys, values = self.pool.keys[i], self.pool.values[i]
+            launch.qkv(layer, g, rows, x, q, keys, values, (network.cos, network.sin))
+            splits = launch.attend(layer, g, rows, buffers, keys, values, q)
+            launch.project_attention(layer, g, buffers, splits, x, buffers.mid[:n])
+            ids = self._info.aux_layer_ids
+            out = aux[ids.index(i)] if i in ids else buffers.x[:n]
+            launch.mlp(layer, g, buffers.act, buffers.mid[:n], out)
+            x = out
+        launch.keep_states(aux, x, network.norm, g.eps, rows.slots, buffers.hidden, self.pool.states)
+
+    def _states(self, hidden: torch.Tensor) -> HiddenStates:
+        """Of rows [T, 4H]."""
+        split = 3 * self._info.hidden_size
+        return HiddenStates(hidden[:, :split], hidden[:, split:])
+
+    def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
+        """Of committed positions, out of the pool."""
+        return self._states(self.pool.states_of(self.pool[cache], first, end))
+
+    @torch.inference_mode()
+    def commit(self, cache: int, rows: Sequence[int]) -> None:
+        self.pool.commit(self.pool[cache], rows)
+
+    def truncate(self, cache: int, length: int) -> None:
+        self.pool.blocks.truncate(self.pool[cache], length)
+
+    def fork(self, cache: int, length: int | None = None) -> int:
+        table = self.pool[cache]
+        return self.pool.add(self.pool.blocks.fork(table, table.length if length is None else length))
+
+    def drop(self, cache: int) -> None:
+        self.pool.drop(cache)
+
+    def length(self, cache: int) -> int:
+        return self.pool[cache].length
+
+    def dropped(self, cache: int) -> int:
+        return self.pool[cache].dropped
+
+    @torch.inference_mode()
+    def save(self, cache: int) -> dict[str, torch.Tensor]:
+        return self.pool.save(self.pool[cache])
+
+    @torch.inference_mode()
+    def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int:
+        return self.pool.restore(tensors, length, policy)
+
+    def cache_bytes(self, num_tokens: int = 0, policy: CachePolicy = FULL) -> int:
+        return self.pool.bytes_for(num_tokens, policy) if num_tokens else self.pool.num_bytes()
+
+
+def bucket(n: int) -> int:
+    """The next size that graphs are made for: few, so that they are few, and close, so that little is padded."""
+    return n if n <= 2 else launch.next_power_of_2(n) if n not in (3, 6, 12, 24, 48) else n
+
+
+def graph_shape(num_sequences: int, size: int) -> tuple[int, int] | None:
+    """Sequences and rows of each that a graph is made for; None: too many for one."""
+    num, rows = bucket(num_sequences), bucket(size)
+    return (num, rows) if num <= MAX_SEQUENCES and num * rows <= MAX_GRAPH_ROWS and rows <= MAX_NODES else None
+
+
+def pack(
+    segments: Sequence[Segment], tables: Sequence[Table], sizes: Sequence[int], starts: Sequence[int], num_rows: int, num: int
+) -> np.ndarray:
+    """All of `Rows` that changes, as one int32 array: ancestors (int64), ids, positions, slots, then the fields by sequence."""
+    packed = np.zeros(5 * num_rows + 6 * num, dtype=np.int32)
+    ancestors = packed[: 2 * num_rows].view(np.int64)
+    ids, positions, slots = packed[2 * num_rows : 5 * num_rows].reshape(3, num_rows)
+    by_sequence = packed[5 * num_rows :].reshape(6, num)
+    for s, (segment, table, size, start) in enumerate(zip(segments, tables, sizes, starts, strict=True)):
+        end = start + size
+        ids[start:end] = segment.token_ids
+        positions[start:end] = np.asarray(depths(segment.parents, size)) + table.length
+        places = np.arange(table.length, table.length + size)
+        blocks = np.array(table.blocks[table.length // BLOCK_TOKENS :], dtype=np.int32)
+        slots[start:end] = blocks[places // BLOCK_TOKENS - table.length // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+        if size <= MAX_NODES:
+            ancestors[start:end] = masks(segment.parents, size)
+        window = NO_WINDOW if table.policy.window is None else table.policy.window
+        by_sequence[:, s] = (table.row, start, size, table.length, table.policy.sink, window)
+    return packed
+
+
+def unpack(packed: torch.Tensor, table: torch.Tensor, num_rows: int, num: int, max_size: int, is_tree: bool) -> Rows:
+    """Views of what `pack` made."""
+    ids, positions, slots = packed[2 * num_rows : 5 * num_rows].view(3, num_rows)
+    fields = dict(zip(SEQUENCE_FIELDS, packed[5 * num_rows : 5 * num_rows + 6 * num].view(6, num), strict=True))
+    ancestors = packed[: 2 * num_rows].view(torch.int64) if is_tree else None
+    return Rows(ids, positions, slots, table, max_size=max_size, ancestors=ancestors, **fields)
+
+
+def masks(parents: Sequence[int] | None, size: int) -> np.ndarray:
+    """Bit masks of what each node sees, itself and its ancestors, int64 [size]. At most 64 nodes."""
+    sees: list[int] = []
+    for node, parent in enumerate(range(-1, size - 1) if parents is None else parents):
+        sees.append(1 << node | (sees[parent] if parent >= 0 else 0))
+    return np.array(sees, dtype=np.uint64).view(np.int64)

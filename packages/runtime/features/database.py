@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from runtime.errors import FeatureError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
 
 

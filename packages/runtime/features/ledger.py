@@ -4,7 +4,7 @@
 
     commit -> PENDING -> lease -> LEASED -> record_checkpoint -> DURABLE
                  ^------- expired, failed once, recover ---'  '-> fail -> FAILED (attempts used up, features gone or damaged)
-    hold_out -> HELDOUT (never leased; a uniform reservoir of the stream)
+    hold_out -> HELDOUT (never leased; a uniform reservoir of each slice)
 
 A row becomes durable in the same transaction that records the checkpoint which holds its effect. So a trainer killed at
 any instant loses no row, and no row counts twice in the weights that survive. Rows carry references only; what a feature
@@ -18,23 +18,15 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 from runtime.errors import LeaseLost
 from runtime.features.database import Database
-from runtime.features.refs import SampleRef, refuse_tensors, unit_hash
+from runtime.features.refs import SampleRef, refuse_tensors
+from runtime.features.samples import IDS, SCHEMA, SampleState, entomb, give_up, insert
 
 Split = Literal["train", "heldout"]
-
-
-class SampleState(StrEnum):
-    PENDING = "pending"
-    LEASED = "leased"
-    DURABLE = "durable"
-    FAILED = "failed"
-    HELDOUT = "heldout"
 
 
 @dataclass(frozen=True)
@@ -46,34 +38,6 @@ class Checkpoint:
     step: int
     metrics: Mapping[str, float]
     created_at: float  # Unix seconds
-
-
-_COUNT = "UPDATE counts SET num_rows = num_rows {} 1 WHERE state = {}.state"
-SCHEMA = (
-    """CREATE TABLE samples(
-        position INTEGER PRIMARY KEY AUTOINCREMENT, sample_id TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL,
-        num_bytes INTEGER NOT NULL, ref TEXT NOT NULL,
-        state TEXT NOT NULL CHECK (state IN ('pending', 'leased', 'durable', 'failed', 'heldout')),
-        has_features INTEGER NOT NULL DEFAULT 1, run_id TEXT, lease_expires_at REAL,
-        attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', heldout_rank REAL)""",
-    "CREATE INDEX samples_by_state ON samples(state, position)",
-    "CREATE INDEX samples_by_run ON samples(run_id, state, position)",
-    "CREATE INDEX samples_by_expiry ON samples(lease_expires_at) WHERE state = 'leased'",
-    "CREATE INDEX samples_by_rank ON samples(heldout_rank) WHERE state = 'heldout'",
-    "CREATE INDEX samples_to_replay ON samples(position) WHERE state = 'durable' AND has_features",
-    "CREATE TABLE counts(state TEXT PRIMARY KEY, num_rows INTEGER NOT NULL)",
-    "INSERT INTO counts VALUES ('pending', 0), ('leased', 0), ('durable', 0), ('failed', 0), ('heldout', 0)",
-    f"CREATE TRIGGER samples_in AFTER INSERT ON samples BEGIN {_COUNT.format('+', 'NEW')}; END",
-    f"CREATE TRIGGER samples_out AFTER DELETE ON samples BEGIN {_COUNT.format('-', 'OLD')}; END",
-    f"""CREATE TRIGGER samples_moved AFTER UPDATE OF state ON samples WHEN NEW.state <> OLD.state
-        BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
-    """CREATE TABLE checkpoints(checkpoint_id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT NOT NULL, path TEXT NOT NULL,
-        step INTEGER NOT NULL, metrics TEXT NOT NULL, created_at REAL NOT NULL)""",
-    "CREATE INDEX checkpoints_by_run ON checkpoints(run_id, checkpoint_id)",
-    "CREATE TABLE consumption(sample_id TEXT NOT NULL, checkpoint_id INTEGER NOT NULL, run_id TEXT NOT NULL)",
-    "CREATE INDEX consumption_by_run ON consumption(run_id, sample_id)",
-)
-_IDS = "(SELECT value FROM json_each(?))"
 
 
 class Ledger:
@@ -98,26 +62,41 @@ class Ledger:
         """Enter a stored row. False if its sample_id is known; a newer generation then replaces the reference only."""
         refuse_tensors(ref)
         with self._database.transaction() as connection:
-            return _insert(connection, ref, SampleState.PENDING if split == "train" else SampleState.HELDOUT)
+            return insert(connection, ref, SampleState.PENDING if split == "train" else SampleState.HELDOUT)
 
     def hold_out(self, ref: SampleRef, max_rows: int) -> tuple[bool, list[SampleRef]]:
-        """Offer a stored row to the held-out reservoir: the max_rows rows whose ids hash lowest, so a uniform sample of all
+        """Offer a stored row to the held-out reservoir of its slice. Together the reservoirs hold max_rows rows, shared as
+        evenly as what was offered allows; each holds those of its slice whose ids hash lowest, so a uniform sample of all
         that were ever offered, whatever their order. A row that does not get in is committed for training.
 
-        Returns whether the row is new, and the rows pushed out: they are forgotten, and the caller deletes their features.
+        Returns whether the row is new, and the rows pushed out: they are struck off, since what was ever held out is never
+        trained on, and the caller deletes their features.
         """
         refuse_tensors(ref)
+        out: list[SampleRef] = []
         with self._database.transaction() as connection:
-            is_new = _insert(connection, ref, SampleState.HELDOUT)
-            surplus = connection.execute(
-                "SELECT sample_id, ref FROM samples WHERE state = 'heldout' ORDER BY heldout_rank LIMIT -1 OFFSET ?", (max_rows,)
-            ).fetchall()
-            out = [row for row in surplus if not (is_new and row[0] == ref.sample_id)]
-            connection.execute(f"DELETE FROM samples WHERE sample_id IN {_IDS}", (json.dumps([row[0] for row in out]),))
-            if len(out) < len(surplus):
-                sql = "UPDATE samples SET state = 'pending', heldout_rank = NULL WHERE sample_id = ?"
-                connection.execute(sql, (ref.sample_id,))
-            return is_new, [SampleRef.from_json(row[1]) for row in out]
+            is_new = insert(connection, ref, SampleState.HELDOUT)
+            while surplus := _surplus(connection, max_rows):
+                if is_new and surplus.sample_id == ref.sample_id:
+                    sql = "UPDATE samples SET state = 'pending', heldout_rank = NULL WHERE sample_id = ?"
+                    connection.execute(sql, (ref.sample_id,))
+                else:
+                    entomb(connection, [surplus.sample_id])
+                    out.append(surplus)
+        return is_new, out
+
+    def known(self, sample_ids: Sequence[str]) -> set[str]:
+        """Those of these rows that need not be produced: what a producer that starts again asks first. A row whose features
+        are gone before a checkpoint held it is not among them; committed again, it takes its old place."""
+        encoded = json.dumps(list(sample_ids))
+        found = self._database.read(f"SELECT sample_id FROM tombstones WHERE sample_id IN {IDS}", (encoded,))
+        known = {sample_id for (sample_id,) in found}
+        sql = f"SELECT sample_id, state, is_lost, ref FROM samples WHERE sample_id IN {IDS}"
+        for sample_id, state, is_lost, text in self._database.read(sql, (encoded,)):
+            needs_features = state in (SampleState.PENDING, SampleState.HELDOUT)
+            if not is_lost and (not needs_features or self._exists(SampleRef.from_json(text))):
+                known.add(sample_id)
+        return known
 
     # --- the trainer's side ---
 
@@ -144,13 +123,14 @@ class Ledger:
     def claim(self, run_id: str, sample_ids: Sequence[str], timeout_s: float) -> list[SampleRef]:
         """`lease` of exactly these rows, for who was told of them: those that are pending, oldest first."""
         with self._database.transaction() as connection:
-            sql = f"SELECT ref FROM samples WHERE state = 'pending' AND sample_id IN {_IDS} ORDER BY position"
+            # +state: by its id each, never by way of all that is pending
+            sql = f"SELECT ref FROM samples WHERE +state = 'pending' AND sample_id IN {IDS} ORDER BY position"
             refs = [SampleRef.from_json(text) for (text,) in connection.execute(sql, (json.dumps(list(sample_ids)),))]
             return [ref for ref in refs if self._take(connection, run_id, ref, self._clock() + timeout_s)]
 
     def _take(self, connection: sqlite3.Connection, run_id: str, ref: SampleRef, expiry: float) -> bool:
         if not self._exists(ref):
-            _give_up(connection, ref.sample_id, f"its features ({ref.uri}) are gone or cut short")
+            give_up(connection, ref.sample_id, f"its features ({ref.uri}) are gone or cut short", is_lost=True)
             return False
         sql = "UPDATE samples SET state = 'leased', run_id = ?, lease_expires_at = ?, attempts = attempts + 1 WHERE sample_id = ?"
         connection.execute(sql, (run_id, expiry, ref.sample_id))
@@ -181,11 +161,12 @@ class Ledger:
         LeaseLost, with their ids, if this run does not lease some of the rows any more: another run may be training on
         them, so these weights must not survive. A lease past its time-out that nobody took back still counts.
         """
+        refuse_tensors(metrics)
         sample_ids = list(dict.fromkeys(trained_sample_ids))
         checkpoint = Checkpoint(run_id, str(path), step, dict(metrics or {}), self._clock())
         encoded = json.dumps(sample_ids)
         with self._database.transaction() as connection:
-            sql = f"SELECT sample_id FROM samples WHERE run_id = ? AND state = 'leased' AND sample_id IN {_IDS}"
+            sql = f"SELECT sample_id FROM samples WHERE run_id = ? AND state = 'leased' AND sample_id IN {IDS}"
             mine = {sample_id for (sample_id,) in connection.execute(sql, (run_id, encoded))}
             lost = [sample_id for sample_id in sample_ids if sample_id not in mine]
             if lost:
@@ -195,7 +176,7 @@ class Ledger:
                 (run_id, checkpoint.path, step, json.dumps(dict(checkpoint.metrics)), checkpoint.created_at),
             )
             connection.execute(
-                f"UPDATE samples SET state = 'durable', lease_expires_at = NULL WHERE sample_id IN {_IDS}", (encoded,)
+                f"UPDATE samples SET state = 'durable', lease_expires_at = NULL WHERE sample_id IN {IDS}", (encoded,)
             )
             connection.execute(
                 "INSERT INTO consumption SELECT value, ?, ? FROM json_each(?)", (cursor.lastrowid, run_id, encoded)
@@ -225,14 +206,14 @@ class Ledger:
         A durable row stays durable and only loses its features. False if there is no such row, or it had failed before.
         """
         with self._database.transaction() as connection:
-            found = connection.execute("SELECT state, attempts FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+            found = connection.execute("SELECT state, attempts, ref FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
             if found is None or found[0] == SampleState.FAILED:
                 return False
-            state, attempts = found
+            state, attempts, text = found
             if state == SampleState.DURABLE:
                 connection.execute("UPDATE samples SET has_features = 0, reason = ? WHERE sample_id = ?", (reason, sample_id))
             elif not retryable or (state == SampleState.LEASED and attempts >= self._max_attempts):
-                _give_up(connection, sample_id, reason)
+                give_up(connection, sample_id, reason, is_lost=not self._exists(SampleRef.from_json(text)))
             elif state == SampleState.LEASED:
                 sql = """UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, reason = ?
                     WHERE sample_id = ?"""
@@ -281,9 +262,27 @@ class Ledger:
                     break
                 shed.append((sample_id, text))
                 num_bytes -= size
-            sql = f"UPDATE samples SET has_features = 0 WHERE sample_id IN {_IDS}"
-            connection.execute(sql, (json.dumps([sample_id for sample_id, _ in shed]),))
-        return [SampleRef.from_json(text) for _, text in shed]
+            return _off_the_books(connection, shed)
+
+    def keep_newest_durable(self, max_rows: int) -> list[SampleRef]:
+        """Take the features of all durable rows but the newest max_rows off the books; the caller deletes them."""
+        with self._database.transaction() as connection:
+            sql = """SELECT sample_id, ref FROM samples WHERE state = 'durable' AND has_features
+                ORDER BY position DESC LIMIT -1 OFFSET ?"""
+            return _off_the_books(connection, connection.execute(sql, (max_rows,)).fetchall())
+
+    def expire(self, created_before: float) -> list[SampleRef]:
+        """Take the features of all rows captured before that moment off the books, but of those that a trainer has in hand;
+        the caller deletes them. Durable rows stay durable, held-out ones are struck off, pending ones fail with a reason."""
+        with self._database.transaction() as connection:
+            sql = "SELECT sample_id, ref, state FROM samples WHERE has_features AND created_at < ? AND state <> 'leased'"
+            rows = connection.execute(sql, (created_before,)).fetchall()
+            for sample_id, _, state in rows:
+                if state == SampleState.PENDING:
+                    give_up(connection, sample_id, "it grew too old before a trainer took it: see capture.max_age_s")
+            refs = _off_the_books(connection, [row[:2] for row in rows])
+            entomb(connection, [sample_id for sample_id, _, state in rows if state == SampleState.HELDOUT])
+            return refs
 
     def needed(self) -> set[tuple[str, int]]:
         """(sample id, generation) of all rows whose features are on the books: what a store's gc must keep."""
@@ -291,9 +290,10 @@ class Ledger:
         return {(sample_id, generation) for sample_id, generation in self._database.read(sql)}
 
     def forget(self, sample_ids: Sequence[str]) -> int:
-        """Strike rows off, except leased ones. Their features become garbage; consumption is still counted."""
+        """Take rows out as if they had never come, except leased ones. Their features become garbage; consumption is still
+        counted."""
         with self._database.transaction() as connection:
-            sql = f"DELETE FROM samples WHERE state <> 'leased' AND sample_id IN {_IDS}"
+            sql = f"DELETE FROM samples WHERE state <> 'leased' AND sample_id IN {IDS}"
             return connection.execute(sql, (json.dumps(list(sample_ids)),)).rowcount
 
     def close(self) -> None:
@@ -309,30 +309,23 @@ class Ledger:
         sql = "SELECT sample_id, attempts FROM samples WHERE state = 'leased' AND lease_expires_at <= ?"
         for sample_id, attempts in connection.execute(sql, (now,)).fetchall():
             if attempts >= self._max_attempts:
-                _give_up(connection, sample_id, f"its lease expired or failed {attempts} times")
+                give_up(connection, sample_id, f"its lease expired or failed {attempts} times")
             else:
                 sql = "UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL WHERE sample_id = ?"
                 connection.execute(sql, (sample_id,))
 
 
-def _insert(connection: sqlite3.Connection, ref: SampleRef, state: SampleState) -> bool:
-    rank = unit_hash("heldout rank", ref.sample_id) if state is SampleState.HELDOUT else None
-    values = (ref.sample_id, ref.generation, ref.num_bytes, ref.to_json(), state.value, rank)
-    added = connection.execute(
-        """INSERT INTO samples(sample_id, generation, num_bytes, ref, state, heldout_rank) VALUES (?, ?, ?, ?, ?, ?)
-            ON CONFLICT(sample_id) DO NOTHING""",
-        values,
-    ).rowcount
-    if not added:
-        connection.execute(
-            """UPDATE samples SET generation = ?, num_bytes = ?, ref = ?, has_features = (state <> 'failed')
-                WHERE sample_id = ? AND generation < ?""",
-            (ref.generation, ref.num_bytes, ref.to_json(), ref.sample_id, ref.generation),
-        )
-    return added > 0
+def _off_the_books(connection: sqlite3.Connection, rows: Sequence[tuple[str, str]]) -> list[SampleRef]:
+    """rows: (sample id, reference) each."""
+    encoded = json.dumps([sample_id for sample_id, _ in rows])
+    connection.execute(f"UPDATE samples SET has_features = 0 WHERE sample_id IN {IDS}", (encoded,))
+    return [SampleRef.from_json(text) for _, text in rows]
 
 
-def _give_up(connection: sqlite3.Connection, sample_id: str, reason: str) -> None:
-    sql = """UPDATE samples SET state = 'failed', has_features = 0, run_id = NULL, lease_expires_at = NULL, reason = ?
-        WHERE sample_id = ?"""
-    connection.execute(sql, (reason, sample_id))
+def _surplus(connection: sqlite3.Connection, max_rows: int) -> SampleRef | None:
+    """The row that the reservoirs must give up next, the highest of the largest slice; None if there are not too many."""
+    sizes = connection.execute("SELECT count(*), slice FROM samples WHERE state = 'heldout' GROUP BY slice").fetchall()
+    if sum(size for size, _ in sizes) <= max_rows:
+        return None
+    sql = "SELECT ref FROM samples WHERE state = 'heldout' AND slice = ? ORDER BY heldout_rank DESC LIMIT 1"
+    return SampleRef.from_json(connection.execute(sql, (max(sizes)[1],)).fetchone()[0])

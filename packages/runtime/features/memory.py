@@ -36,7 +36,7 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._objects: dict[str, _Object] = {}
         self._used_bytes = 0
-        self._last_generation = 0
+        self._last_generation = time.time_ns() // 1000  # so that they grow over restarts too
         self._is_closed = False
 
     def put(self, meta: SampleMeta, row: FeatureRow) -> SampleRef:

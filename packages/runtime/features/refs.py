@@ -14,11 +14,12 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from runtime.errors import FeatureError
 
+SLICE_LABEL = "slice"  # the label that names a row's slice of the traffic
 SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")  # part of a file name, so nothing that could leave its directory
 
 
@@ -61,6 +62,11 @@ class SampleRef(SampleMeta):
     num_tokens: int
     num_bytes: int  # of the stored file
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+
+    @property
+    def slice(self) -> str:
+        """The slice of traffic that the row belongs to; empty: none is known."""
+        return self.labels.get(SLICE_LABEL, "")
 
     def to_json(self) -> str:
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -163,6 +169,9 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             yield f"{path}.{item.name}", getattr(value, item.name, None)
+    elif not isinstance(value, type | ModuleType):
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield f"{path}.{name}", item
 
 
 # --- deterministic chance ---

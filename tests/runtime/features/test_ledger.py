@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from runtime.errors import FeatureError, LeaseLost
 from runtime.features import Ledger, SampleRef
+from runtime.features.refs import unit_hash
 
 MakeRef = Callable[..., SampleRef]
 
@@ -333,6 +335,203 @@ def test_a_smaller_cap_pushes_the_surplus_out(ledger: Ledger, make_ref: MakeRef)
 def test_a_cap_of_zero_trains_on_everything(ledger: Ledger, make_ref: MakeRef) -> None:
     assert ledger.hold_out(make_ref("a"), 0) == (True, [])
     assert _ids(ledger.lease("r", 9, 60)) == ["a"]
+
+
+def _sliced(make_ref: MakeRef, name: str, slice_name: str) -> SampleRef:
+    return replace(make_ref(name), labels={"slice": slice_name})
+
+
+def _held(ledger: Ledger) -> Counter[str]:
+    return Counter(ref.slice for ref in ledger.heldout())
+
+
+def test_slices_share_the_reservoir_as_evenly_as_they_can(ledger: Ledger, make_ref: MakeRef) -> None:
+    """A loud slice fills what is free and gives way to the others; each keeps its lowest ranks, so a uniform sample."""
+    for index in range(40):
+        ledger.hold_out(_sliced(make_ref, f"code{index}", "code"), 12)
+    assert _held(ledger) == {"code": 12}
+    for index in range(2):
+        ledger.hold_out(_sliced(make_ref, f"rare{index}", "rare"), 12)
+    assert _held(ledger) == {"code": 10, "rare": 2}
+    for index in range(40):
+        ledger.hold_out(_sliced(make_ref, f"chat{index}", "chat"), 12)
+    assert _held(ledger) == {"code": 5, "rare": 2, "chat": 5}
+    lowest = sorted((f"code{index}" for index in range(40)), key=lambda name: unit_hash("heldout rank", name))[:5]
+    assert {ref.sample_id for ref in ledger.heldout() if ref.slice == "code"} == set(lowest)
+
+
+def test_the_reservoirs_do_not_depend_on_the_order_of_slices(tmp_path: Path, make_ref: MakeRef) -> None:
+    names = [(f"{name}{index}", name) for name in ("a", "b", "c") for index in range(20)]
+    kept = []
+    for seed in range(4):
+        ledger = Ledger(tmp_path / f"{seed}.sqlite")
+        for index in np.random.default_rng(seed).permutation(len(names)):
+            ledger.hold_out(_sliced(make_ref, *names[index]), 8)
+        kept.append(set(_ids(ledger.heldout())))
+        ledger.close()
+    assert [len(each) for each in kept] == [8] * 4
+    assert kept[0] == kept[1] == kept[2] == kept[3]
+
+
+# --- tombstones, and producers that start again ---
+
+
+def test_a_row_that_was_pushed_out_stays_dead(ledger: Ledger, make_ref: MakeRef) -> None:
+    """The same turn offered again must not become a row to train on: a gate may have judged drafters by it."""
+    for name in "abcdef":
+        ledger.hold_out(make_ref(name), 6)
+    _, out = ledger.hold_out(make_ref("g"), 1)
+    before = ledger.status()
+    for ref in out:
+        assert ledger.commit(replace(ref, generation=9), "train") is False
+        assert ledger.hold_out(replace(ref, generation=9), 9) == (False, [])
+    assert ledger.status() == before
+    assert ledger.known(["a", "b", "c", "d", "e", "f", "g", "h"]) == set("abcdefg")
+
+
+def test_a_producer_that_starts_again_knows_what_it_need_not_make(tmp_path: Path, make_ref: MakeRef) -> None:
+    there = set("abcdefgh")
+    ledger = Ledger(tmp_path / "ledger.sqlite", exists=lambda ref: ref.sample_id in there)
+    _commit(ledger, make_ref, "abcdef")
+    ledger.commit(make_ref("g"), "heldout")
+    ledger.commit(make_ref("h"), "heldout")
+    ledger.lease("r", 3, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    ledger.fail("b", "damaged", retryable=False)
+    names = [*"abcdefgh", "never"]
+    assert ledger.known(names) == set("abcdefgh")
+    there -= set("acdg")  # durable, leased, pending, held out
+    assert ledger.known(names) == set("abcefh")
+    ledger.close()
+
+
+def test_a_row_made_again_takes_its_old_place(tmp_path: Path, make_ref: MakeRef) -> None:
+    """Rows whose features went with a process come back when they are made anew; rows that were bad do not."""
+    there = set("bx")
+    ledger = Ledger(tmp_path / "ledger.sqlite", exists=lambda ref: ref.sample_id in there)
+    _commit(ledger, make_ref, "abx")
+    ledger.commit(make_ref("h"), "heldout")
+    assert _ids(ledger.lease("r", 9, 60)) == ["b", "x"]
+    ledger.fail("b", "states that are not finite", retryable=False)
+    there.discard("x")
+    ledger.fail("x", "its features are gone", retryable=False)
+    ledger.fail("h", "its features are gone", retryable=False)
+    assert ledger.status()["failed"] == 4
+    assert ledger.known("abxh") == {"b"}
+    there |= set("ax")
+    for name in "abxh":
+        assert ledger.commit(make_ref(name, generation=2), "train") is False
+    assert [(ref.sample_id, ref.generation) for ref in ledger.lease("r", 9, 60)] == [("a", 2), ("x", 2)]
+    assert ledger.failures() == {"b": "states that are not finite"}
+    assert _ids(ledger.heldout()) == ["h"]  # what was held out is never trained on
+    ledger.close()
+
+
+# --- retention ---
+
+
+def test_old_rows_give_up_their_features_whatever_they_are(ledger: Ledger, make_ref: MakeRef) -> None:
+    for name in "abcd":
+        ledger.commit(replace(make_ref(name), created_at=10.0), "train")
+    ledger.commit(replace(make_ref("h"), created_at=10.0), "heldout")
+    ledger.commit(replace(make_ref("young"), created_at=20.0), "train")
+    ledger.lease("r", 3, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    ledger.fail("b", "damaged", retryable=False)
+    assert sorted(_ids(ledger.expire(15.0))) == ["a", "d", "h"]
+    assert ledger.needed() == {("c", 1), ("young", 1)}  # c is in a trainer's hands
+    assert ledger.status() == {"pending": 1, "leased": 1, "durable": 1, "failed": 2, "heldout": 0}
+    assert ledger.failures()["d"].startswith("it grew too old")
+    assert ledger.expire(15.0) == []
+    ledger.recover("r")
+    assert _ids(ledger.expire(15.0)) == ["c"]
+    assert ledger.commit(make_ref("h", generation=2), "heldout") is False  # its tombstone stands
+    assert ledger.consumption("r") == {"a": 1}
+
+
+def test_only_the_newest_trained_rows_are_kept(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abcdef")
+    ledger.lease("r", 5, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a", "b", "c", "d"])
+    assert sorted(_ids(ledger.keep_newest_durable(3))) == ["a"]
+    assert sorted(_ids(ledger.keep_newest_durable(1))) == ["b", "c"]
+    assert ledger.keep_newest_durable(1) == []
+    assert {sample_id for sample_id, _ in ledger.needed()} == {"d", "e", "f"}
+    assert ledger.status()["durable"] == 4
+
+
+# --- the cost of asking ---
+
+
+def _fill(ledger: Ledger, ref: SampleRef, num_rows: int) -> None:
+    """Rows of every state, most of them long done with."""
+    with ledger._database.transaction() as connection:
+        connection.execute(
+            """WITH RECURSIVE numbers(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?)
+            INSERT INTO samples(sample_id, generation, num_bytes, ref, slice, created_at, state, has_features, run_id,
+                lease_expires_at, heldout_rank)
+            SELECT 'old' || i, 1, 100, replace(?, '"a"', '"old' || i || '"'), 's', i,
+                CASE WHEN i < 8 THEN 'heldout' WHEN i < 40 THEN 'leased' WHEN i % 10 < 2 THEN 'pending'
+                    WHEN i % 10 < 3 THEN 'failed' ELSE 'durable' END,
+                i < 40 OR i % 10 < 2 OR i % 10 > 7, iif(i % 2, 'r', 'other'), iif(i BETWEEN 8 AND 39, 1e9, NULL),
+                iif(i < 8, i / 1e9, NULL)
+            FROM numbers""",
+            (num_rows, ref.to_json()),
+        )
+
+
+def _steps(ledger: Ledger, call: Callable[[], Any]) -> int:
+    """Instructions of SQLite's virtual machine that the call takes: its cost, without the noise of a clock."""
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return 0
+
+    for connection in (ledger._database._connection, ledger._database._reader):
+        connection.set_progress_handler(step, 1)
+    call()
+    for connection in (ledger._database._connection, ledger._database._reader):
+        connection.set_progress_handler(None, 0)
+    return count
+
+
+def _costs(ledger: Ledger, make_ref: MakeRef) -> dict[str, int]:
+    calls: dict[str, Callable[[], Any]] = {
+        "status": ledger.status,
+        "heartbeat": lambda: ledger.heartbeat("r", 60),
+        "commit": lambda: ledger.commit(make_ref("new"), "train"),
+        "hold out": lambda: ledger.hold_out(make_ref("held"), 8),
+        "lease": lambda: ledger.lease("run", 4, 60),
+        "claim": lambda: ledger.claim("run", ["new", "old41"], 60),
+        "checkpoint": lambda: ledger.record_checkpoint("run", "c", 1, ["old41"]),
+        "latest checkpoint": lambda: ledger.latest_checkpoint("run"),
+        "fail": lambda: ledger.fail("old50", "damaged", retryable=False),
+        "known": lambda: ledger.known(["old60", "old61", "never"]),
+        "held out": lambda: ledger.heldout(8),
+        "replay": lambda: ledger.durable("r", 8),
+        "make room": lambda: ledger.shed_durable(300),
+        "recover": lambda: ledger.recover("run"),
+        "expire": lambda: ledger.expire(0.0),
+    }
+    costs = {name: _steps(ledger, call) for name, call in calls.items()}
+    with ledger._database.transaction() as connection:
+        connection.execute("UPDATE samples SET state = 'durable' WHERE state = 'pending'")
+    return {**costs, "poll in vain": _steps(ledger, lambda: ledger.lease("run", 4, 60))}
+
+
+def test_what_is_polled_costs_the_same_with_a_hundred_thousand_rows(tmp_path: Path, make_ref: MakeRef) -> None:
+    costs = []
+    for num_rows in (500, 100_000):
+        ledger = Ledger(tmp_path / f"{num_rows}.sqlite")
+        _fill(ledger, make_ref("a"), num_rows)
+        assert sum(ledger.status().values()) == num_rows
+        costs.append(_costs(ledger, make_ref))
+        ledger.close()
+    few, many = costs
+    assert all(few.values())
+    assert {name: (few[name], cost) for name, cost in many.items() if cost > 2 * few[name]} == {}
 
 
 # --- several at once ---

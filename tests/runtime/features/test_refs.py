@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ class Lazy:
         ({Lazy()}, "an element of value"),
         ({Lazy(): 1}, "a key of value"),
         (deque([torch.nn.Parameter(torch.zeros(1))]), "value[0]"),
+        ([SimpleNamespace(states=torch.zeros(1))], "value[0].states"),
     ],
 )
 def test_a_tensor_is_found_wherever_it_hides(value: object, path: str) -> None:

@@ -45,16 +45,23 @@ class Throttle:
         self.delay_s = 0.0
         self.fails = False
         self.num_forwards = 0
+        self.num_inside = 0  # forwards under way
+        self.max_inside = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         self.num_forwards += 1
-        time.sleep(self.delay_s)
-        if self.fails:
-            raise RuntimeError("the device is gone")
-        return self._target.forward(segments)
+        self.num_inside += 1
+        self.max_inside = max(self.max_inside, self.num_inside)
+        try:
+            time.sleep(self.delay_s)
+            if self.fails:
+                raise RuntimeError("the device is gone")
+            return self._target.forward(segments)
+        finally:
+            self.num_inside -= 1
 
 
 @dataclass

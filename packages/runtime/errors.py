@@ -10,6 +10,7 @@
     |- SessionNotFound (KeyError)          `reason`: UNKNOWN, CLOSED, EVICTED_TTL, EVICTED_LRU
     |- SessionBusy (RuntimeError)          one operation per session at a time
     |- HistoryMismatch (RuntimeError)      expected_history_length differs from the session's
+    |- HistoryDiverged (RuntimeError)      a prompt that does not begin with the history it is to continue
     |- CapacityExhausted (RuntimeError)    come back after `retry_after_s`
     |- EngineUnavailable (RuntimeError)    the engine is stopping, or failed
     |- ConfigError (ValueError)            a setting that cannot be taken
@@ -21,6 +22,7 @@
        |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
        |- FeatureBudgetExceeded            the store is full
        |- LeaseLost                        rows that this run leased are not its own any more; `sample_ids` names them
+       |- RunTakenOver                     another process trains this run now
        |- ProducerFailed                   what made the rows of a run broke off; what it had published was handed out
        '- ProducerLeaked                   its thread did not end when it was asked to
 """
@@ -83,6 +85,18 @@ class HistoryMismatch(SlipstreamError, RuntimeError):
         super().__init__(f"expected_history_length is {expected}, but the session holds {actual} tokens. Read it and retry.")
         self.expected = expected
         self.actual = actual
+
+
+class HistoryDiverged(SlipstreamError, RuntimeError):
+    reason = "HISTORY_DIVERGED"
+
+    def __init__(self, session_id: str, length: int) -> None:
+        super().__init__(
+            f"The prompt does not begin with the {length} tokens of session {session_id!r}; send what the session said as it "
+            "said it, or name no session."
+        )
+        self.session_id = session_id
+        self.actual = length
 
 
 class CapacityExhausted(SlipstreamError, RuntimeError):
@@ -148,15 +162,30 @@ class FeatureBudgetExceeded(FeatureError):
 
 
 class LeaseLost(FeatureError):
+    """message: as another process told it, who named the rows there."""
+
     reason = "LEASE_LOST"
 
-    def __init__(self, run_id: str, sample_ids: list[str]) -> None:
+    def __init__(self, run_id: str, sample_ids: list[str], message: str | None = None) -> None:
         shown = ", ".join(sample_ids[:3]) + (", ..." if len(sample_ids) > 3 else "")
         super().__init__(
-            f"Run {run_id!r} does not lease {len(sample_ids)} of these rows any more ({shown}). Nothing was recorded; "
+            message
+            or f"Run {run_id!r} does not lease {len(sample_ids)} of these rows any more ({shown}). Nothing was recorded; "
             "go back to the latest checkpoint and lease again, with more frequent heartbeats or a longer time-out."
         )
+        self.run_id = run_id
         self.sample_ids = sample_ids
+
+
+class RunTakenOver(FeatureError):
+    reason = "RUN_TAKEN_OVER"
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(
+            f"Run {run_id!r} is held by another process that began after this one. Stop this one; two trainers that are to share "
+            "a stream need a trainer.worker each."
+        )
+        self.run_id = run_id
 
 
 class ProducerFailed(FeatureError):

@@ -32,6 +32,7 @@ from serving.assembly import Parts, assemble
 from serving.auth import Keys
 from serving.config import ServingConfig
 from serving.drafter_servicer import DrafterServicer
+from serving.features_service import FeatureServicer
 from serving.generations import Generations
 from serving.grpc_server import GrpcServer
 from serving.http.app import create_app
@@ -171,6 +172,8 @@ class Server:
         RuntimeServicer(parts.engine, generations, prompts, saved, grpc.gate, default_ttl_s=ttl_s).register_at(grpc)
         uploads, max_bytes = self.config.state_path / "uploads", self.config.server.max_upload_mib * 2**20
         DrafterServicer(parts.lifecycle, uploads, grpc.stopping, max_upload_bytes=max_bytes).register_at(grpc)
+        if parts.capture is not None:
+            FeatureServicer(parts.capture.store, parts.capture.ledger, grpc.stopping).register_at(grpc)
 
     async def _tell_when_engine_fails(self, parts: Parts, grpc: GrpcServer) -> None:
         while parts.engine.is_running:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from runtime.features.channel import ConsumerView
 from runtime.features.leases import Leases
+from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
 
 
@@ -54,7 +55,7 @@ class LedgerArrivals:
 class ChannelArrivals:
     """Rows that a producer of this process commits and then publishes; it waits while too many are not acknowledged."""
 
-    def __init__(self, channel: ConsumerView, ledger: Leases, run_id: str, lease_timeout_s: float) -> None:
+    def __init__(self, channel: ConsumerView, ledger: Ledger, run_id: str, lease_timeout_s: float) -> None:
         self._channel = channel
         self._ledger = ledger
         self._run_id = run_id

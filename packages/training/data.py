@@ -19,12 +19,11 @@ from typing import Any, Protocol
 import torch
 
 from runtime.errors import FeatureError, FeatureNotFound, ProducerFailed
-from runtime.features.channel import ConsumerView
 from runtime.features.leases import Leases, Rows
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
-from training.arrivals import Arrivals, ChannelArrivals, LedgerArrivals
+from training.arrivals import Arrivals, LedgerArrivals
 from training.batches import TrainingRow, supervised
 from training.config import DataConfig
 
@@ -98,7 +97,7 @@ class OnlineStream:
         config: DataConfig,
         check: Check,
         seed: int,
-        channel: ConsumerView | None = None,  # None: rows are whatever comes into the ledger
+        arrivals: Arrivals | None = None,  # None: whatever comes into the ledger
     ) -> None:
         self._store = store
         self._ledger = ledger
@@ -112,11 +111,7 @@ class OnlineStream:
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
         ledger.recover(run_id)
-        self._arrivals: Arrivals = (
-            LedgerArrivals(ledger, run_id, config.lease_timeout_s)
-            if channel is None
-            else ChannelArrivals(channel, ledger, run_id, config.lease_timeout_s)
-        )
+        self._arrivals = arrivals or LedgerArrivals(ledger, run_id, config.lease_timeout_s)
 
     @property
     def is_live(self) -> bool:

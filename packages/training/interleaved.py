@@ -30,6 +30,7 @@ from runtime.features.flow import Quantum, Watermarks
 from runtime.features.ledger import Ledger
 from runtime.features.memory import MemoryStore
 from runtime.models import Tokenizer, absolute
+from training.arrivals import ChannelArrivals
 from training.assembly import Workshop, make_trainer
 from training.config import ProducerConfig
 from training.data import OnlineStream
@@ -133,7 +134,8 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     store = MemoryStore(config.features.budget_mib << 20, dtype=ROW_DTYPE)
     ledger = Ledger(shop.run_dir / "ledger.sqlite", exists=store.exists)
     _begin_anew(ledger, run_id)
-    loader = OnlineStream(store, ledger, run_id, config.data, shop.check, config.trainer.seed, channel=channel.consumer)
+    arrivals = ChannelArrivals(channel.consumer, ledger, run_id, config.data.lease_timeout_s)
+    loader = OnlineStream(store, ledger, run_id, config.data, shop.check, config.trainer.seed, arrivals)
     handover, turns = Handover(), TurnBox()
     trainer = make_trainer(shop, store, ledger, after_step=handover.after_step)
 

@@ -19,6 +19,7 @@ from runtime.features.ledger import Ledger
 from runtime.features.memory import MemoryStore
 from runtime.features.row import FeatureRow
 from training import checkpoint
+from training.arrivals import ChannelArrivals
 from training.assembly import make_trainer, prepare
 from training.batches import TrainingRow
 from training.data import OnlineStream
@@ -93,7 +94,8 @@ def make_loop(state) -> Iterator[Callable[..., Loop]]:
         store = MemoryStore(1 << 24)
         ledger = Ledger(run_dir / "ledger.sqlite", exists=store.exists)
         channel = RefChannel(Watermarks(high, low, 1 << 24, 1 << 24), Quantum(4, 0))
-        loader = OnlineStream(store, ledger, "default", config.data, shop.check, 0, channel=channel.consumer)
+        arrivals = ChannelArrivals(channel.consumer, ledger, "default", config.data.lease_timeout_s)
+        loader = OnlineStream(store, ledger, "default", config.data, shop.check, 0, arrivals)
         return Loop(state, make_trainer(shop, store, ledger, after_step), loader, channel, store, ledger)
 
     yield make

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +17,6 @@ from runtime.features.store import Lease
 
 class Leases(Protocol):
     def lease(self, run_id: str, limit: int, timeout_s: float) -> list[SampleRef]: ...
-
-    def claim(self, run_id: str, sample_ids: Sequence[str], timeout_s: float) -> list[SampleRef]: ...
 
     def heartbeat(self, run_id: str, timeout_s: float) -> int: ...
 

@@ -22,7 +22,11 @@ from runtime.rpc.status import from_rpc_error
 
 Reply = TypeVar("Reply")
 
-_OPTIONS = [("grpc.max_receive_message_length", -1)]  # a server's replies are as large as its histories and rows
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # a server's replies are as large as its histories and rows
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),  # a server that was started again is found soon
+]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,14 @@ from runtime.errors import (
     DrafterRejected,
     EngineUnavailable,
     FeatureBudgetExceeded,
+    FeatureError,
     FeatureNotFound,
+    HistoryDiverged,
     HistoryMismatch,
     InvalidRequest,
     LeaseLost,
     PermissionDenied,
+    RunTakenOver,
     SavedSessionRejected,
     SessionBusy,
     SessionNotFound,
@@ -44,6 +47,7 @@ CODES: dict[type[SlipstreamError], grpc.StatusCode] = {
     SessionNotFound: grpc.StatusCode.NOT_FOUND,
     SessionBusy: grpc.StatusCode.ABORTED,
     HistoryMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    HistoryDiverged: grpc.StatusCode.FAILED_PRECONDITION,
     CapacityExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EngineUnavailable: grpc.StatusCode.UNAVAILABLE,
     DrafterRejected: grpc.StatusCode.FAILED_PRECONDITION,
@@ -52,6 +56,7 @@ CODES: dict[type[SlipstreamError], grpc.StatusCode] = {
     FeatureNotFound: grpc.StatusCode.NOT_FOUND,
     FeatureBudgetExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LeaseLost: grpc.StatusCode.FAILED_PRECONDITION,
+    RunTakenOver: grpc.StatusCode.FAILED_PRECONDITION,
 }
 CODES_OF_REASONS: dict[str, grpc.StatusCode] = {  # of classes whose reasons differ in kind
     RejectReason.UNKNOWN_VERSION: grpc.StatusCode.NOT_FOUND,
@@ -59,7 +64,7 @@ CODES_OF_REASONS: dict[str, grpc.StatusCode] = {  # of classes whose reasons dif
     "SAVED_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
 }
 _SESSION_REASONS = ("UNKNOWN", "CLOSED", "EVICTED_TTL", "EVICTED_LRU")
-_IN_METADATA = ("param", "session_id", "expected", "actual", "version")
+_IN_METADATA = ("param", "session_id", "expected", "actual", "version", "run_id")
 
 Rebuild = Callable[[str, str, Mapping[str, str]], SlipstreamError]  # reason, message, metadata
 
@@ -103,9 +108,13 @@ _REBUILD: dict[str, Rebuild] = {
     PermissionDenied.reason: lambda _, message, more: PermissionDenied(message),
     SessionBusy.reason: lambda _, message, more: SessionBusy(more["session_id"]),
     HistoryMismatch.reason: lambda _, message, more: HistoryMismatch(int(more["expected"]), int(more["actual"])),
+    HistoryDiverged.reason: lambda _, message, more: HistoryDiverged(more["session_id"], int(more["actual"])),
     EngineUnavailable.reason: lambda _, message, more: EngineUnavailable(message),
     DrafterNotFound.reason: lambda _, message, more: DrafterNotFound(more["version"]),
+    FeatureError.reason: lambda _, message, more: FeatureError(message),
     FeatureNotFound.reason: lambda _, message, more: FeatureNotFound(message),
+    LeaseLost.reason: lambda _, message, more: LeaseLost(more["run_id"], [], message),
+    RunTakenOver.reason: lambda _, message, more: RunTakenOver(more["run_id"]),
     **dict.fromkeys(_SESSION_REASONS, lambda reason, message, more: SessionNotFound(more["session_id"], reason)),
     **dict.fromkeys(RejectReason, lambda reason, message, more: DrafterRejected(reason, message)),
 }

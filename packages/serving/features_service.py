@@ -1,0 +1,153 @@
+"""`FeatureService` over this server's ledger and store: how trainers on other machines take its rows. For admins.
+
+A run has one holder, the process that called Recover last; who lost it is refused, so that a trainer believed dead records
+nothing beside its successor. Holders are remembered in memory only: after a restart the first one heard of has the run.
+Ledger and store block for a moment (SQLite, files), so they are asked on a thread. Knows messages only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from runtime.errors import EngineUnavailable, FeatureError, InvalidRequest, RunTakenOver
+from runtime.features.ledger import Checkpoint, Ledger
+from runtime.features.refs import SampleRef
+from runtime.features.store import FeatureStore
+from runtime.rpc import features_codec as codec
+from runtime.rpc.v1 import features_pb2 as pb
+from runtime.rpc.v1 import features_pb2_grpc
+from serving.grpc_server import Context, GrpcServer, statuses
+
+SERVICE = pb.DESCRIPTOR.services_by_name["FeatureService"]
+
+MAX_LEASED_ROWS = 4096  # in one call
+MAX_TIMEOUT_S = 86_400.0
+STOPPING = "The server is shutting down; ask again when it is back."
+
+Result = TypeVar("Result")
+
+
+class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
+    def __init__(self, store: FeatureStore, ledger: Ledger, stopping: asyncio.Event) -> None:
+        """stopping: set when the server begins to stop; store and ledger are closed some time after."""
+        self._store = store
+        self._ledger = ledger
+        self._stopping = stopping
+        self._holders: dict[str, str] = {}  # run id -> process
+
+    def register_at(self, server: GrpcServer) -> None:
+        add = features_pb2_grpc.add_FeatureServiceServicer_to_server
+        server.register(SERVICE, add, self, needs_admin=True)
+
+    async def Recover(self, request: pb.RecoverRequest, context: Context) -> pb.RecoverResponse:
+        async with self._answering(context, request):
+            _check_named(request)
+            self._holders[request.run_id] = request.holder
+            return pb.RecoverResponse(num_rows=await self._ask(self._ledger.recover, request.run_id))
+
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
+        async with self._answering(context, request):
+            self._check_holder(request)
+            if not 1 <= request.limit <= MAX_LEASED_ROWS:
+                raise InvalidRequest("limit", f"limit must lie in 1..{MAX_LEASED_ROWS}, got {request.limit}.")
+            refs = await self._ask(self._lease, request, _timeout_s(request))
+            return pb.LeaseResponse(samples=map(codec.sample_message, refs))
+
+    def _lease(self, request: pb.LeaseRequest, timeout_s: float) -> list[SampleRef]:
+        refs: list[SampleRef] = []
+        if request.HasField("known"):
+            known = set(request.known.sample_ids)
+            refs = [ref for ref in self._ledger.leased(request.run_id) if ref.sample_id not in known][: request.limit]
+        if len(refs) < request.limit:
+            refs += self._ledger.lease(request.run_id, request.limit - len(refs), timeout_s)
+        return refs
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> None:
+        async with self._answering(context, request):
+            row, _ = await self._ask(self._store.get, codec.sample_ref(request.sample))
+            for chunk in await self._ask(lambda: list(codec.chunks(row))):
+                await context.write(pb.FetchResponse(chunk=chunk))
+
+    async def Ack(self, request: pb.AckRequest, context: Context) -> pb.AckResponse:
+        async with self._answering(context, request):
+            self._check_holder(request)
+            if not request.path:
+                raise InvalidRequest("path", "path is empty; say where the checkpoint lies.")
+            return pb.AckResponse(checkpoint=codec.checkpoint_message(await self._ask(self._record, request)))
+
+    def _record(self, request: pb.AckRequest) -> Checkpoint:
+        latest = self._ledger.latest_checkpoint(request.run_id)
+        if latest is not None and (latest.path, latest.step) == (request.path, request.step):
+            return latest  # the reply was lost
+        return self._ledger.record_checkpoint(
+            request.run_id, request.path, request.step, request.sample_ids, metrics=dict(request.metrics)
+        )
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        async with self._answering(context, request):
+            self._check_holder(request)
+            num_rows = await self._ask(self._ledger.heartbeat, request.run_id, _timeout_s(request))
+            return pb.HeartbeatResponse(num_rows=num_rows)
+
+    async def Fail(self, request: pb.FailRequest, context: Context) -> pb.FailResponse:
+        async with self._answering(context, request):
+            failed = await self._ask(self._ledger.fail, request.sample_id, request.reason, request.is_retryable)
+            return pb.FailResponse(is_new=failed)
+
+    async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
+        async with self._answering(context, request):
+            latest = await self._ask(self._ledger.latest_checkpoint, request.run_id)
+            return pb.GetCheckpointResponse(checkpoint=None if latest is None else codec.checkpoint_message(latest))
+
+    async def ListHeldout(self, request: pb.ListHeldoutRequest, context: Context) -> pb.ListHeldoutResponse:
+        async with self._answering(context, request):
+            refs = await self._ask(self._ledger.heldout, request.limit if request.HasField("limit") else -1)
+            return pb.ListHeldoutResponse(samples=map(codec.sample_message, refs))
+
+    async def ListDurable(self, request: pb.ListDurableRequest, context: Context) -> pb.ListDurableResponse:
+        async with self._answering(context, request):
+            refs = await self._ask(self._ledger.durable, request.run_id, request.limit)
+            return pb.ListDurableResponse(samples=map(codec.sample_message, refs))
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        async with self._answering(context, request):
+            counts, used = await self._ask(lambda: (self._ledger.status(), self._store.used_bytes()))
+            return pb.StatusResponse(num_rows=counts, used_bytes=used, budget_bytes=self._store.budget_bytes)
+
+    def _check_holder(self, request: Any) -> None:
+        _check_named(request)
+        if self._holders.setdefault(request.run_id, request.holder) != request.holder:
+            raise RunTakenOver(request.run_id)
+
+    @asynccontextmanager
+    async def _answering(self, context: Context, request: Message) -> AsyncIterator[None]:
+        async with statuses(context, request):
+            if self._stopping.is_set():
+                raise EngineUnavailable(STOPPING)
+            try:
+                yield
+            except FeatureError as error:
+                if self._stopping.is_set():  # the ledger was closed under the call: nothing is wrong with the row
+                    raise EngineUnavailable(STOPPING) from error
+                raise
+
+    async def _ask(self, question: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.to_thread(question, *args)
+
+
+def _check_named(request: Any) -> None:
+    for field in ("run_id", "holder"):
+        if not getattr(request, field):
+            raise InvalidRequest(field, f"{field} is empty; give one.")
+
+
+def _timeout_s(request: Any) -> float:
+    timeout_s = float(request.timeout_s)
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:  # also refuses what is not a number
+        raise InvalidRequest("timeout_s", f"timeout_s must lie above 0 and at most {MAX_TIMEOUT_S:g}, got {timeout_s}.")
+    return timeout_s

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.errors import InvalidRequest, SavedSessionRejected
+from runtime.files import temporary_directory
 from runtime.rpc.codec import SavedSession
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -55,9 +55,8 @@ class SavedSessions:
     def delete(self, name: str) -> None:
         """Out of sight first: a server that dies meanwhile leaves no half of it under its name."""
         path = self.existing(name)
-        aside = path.with_name(f".deleted-{name}")
-        os.replace(path, aside)
-        shutil.rmtree(aside)
+        with temporary_directory(self._root) as discarded:
+            os.rename(path, discarded / name)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

@@ -1,0 +1,214 @@
+"""Sessions forked, saved and restored over a real gRPC channel, across restarts of the server too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from runtime.config import ModelConfig
+from runtime.errors import DrafterNotFound, InvalidRequest, SavedSessionRejected, SessionBusy, SessionNotFound
+from runtime.rpc.client import RuntimeClient
+from runtime.types import CachePolicy, DrafterPolicy, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Tokens
+
+from .conftest import MakeDrafter, Running, StartServer, make_config, start, wait_for
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, ignore_eos=True, speculate=False)
+SINK_WINDOW = CachePolicy(sink=4, window=32)
+
+
+def tokens_of(events: Any) -> list[int]:
+    return [token_id for event in events if isinstance(event, Tokens) for token_id in event.token_ids]
+
+
+def open_with(client: RuntimeClient, options: SessionOptions | None = None) -> SessionInfo:
+    session = client.create_session(options)
+    client.append(session.session_id, text="Name three rivers.")
+    return client.get_session(session.session_id)
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    cause = error.__cause__
+    assert isinstance(cause, grpc.RpcError)
+    return cause.code()
+
+
+# --- fork ---
+
+
+def test_a_fork_goes_on_by_itself_and_computes_nothing_again(client: RuntimeClient) -> None:
+    session = open_with(client, SessionOptions("ann", 60.0, labels={"task": "x"}))
+    first = tokens_of(client.generate(session.session_id, GREEDY))
+    fork = client.fork_session(session.session_id)
+    assert fork.session_id != session.session_id
+    assert fork.options == client.get_session(session.session_id).options
+    assert fork.history_length == fork.cached_tokens == session.history_length + 24
+    *events, done = client.generate(fork.session_id, GREEDY)
+    assert done.usage.cached_tokens >= fork.history_length - 1
+    assert client.get_session(session.session_id).history_length == session.history_length + 24, "the parent stays as it was"
+    assert tokens_of(client.generate(session.session_id, GREEDY)) == tokens_of(events)
+    back = client.fork_session(session.session_id, history_length=session.history_length)
+    assert back.history_length == session.history_length
+    assert tokens_of(client.generate(back.session_id, GREEDY)) == first
+
+
+def test_a_fork_may_have_other_options_but_the_same_cache_policy(client: RuntimeClient) -> None:
+    session = open_with(client, SessionOptions(cache_policy=SINK_WINDOW))
+    plain = client.fork_session(
+        session.session_id, options=SessionOptions("bob", cache_policy=SINK_WINDOW, drafter_policy=DrafterPolicy("off"))
+    )
+    assert (plain.options.client_label, plain.options.drafter_policy.kind) == ("bob", "off")
+    with pytest.raises(InvalidRequest) as refused:
+        client.fork_session(session.session_id, options=SessionOptions())
+    assert refused.value.param == "options.cache_policy"
+    with pytest.raises(InvalidRequest) as refused:
+        client.fork_session(session.session_id, history_length=10_000)
+    assert refused.value.param == "history_length"
+    with pytest.raises(SessionNotFound):
+        client.fork_session("none")
+
+
+def test_a_fork_is_made_once_per_request_id_and_not_of_a_busy_session(running: Running, client: RuntimeClient) -> None:
+    session = open_with(client)
+    fork = client.fork_session(session.session_id, request_id="fork-1")
+    assert client.fork_session(session.session_id, request_id="fork-1").session_id == fork.session_id
+    assert client.fork_session(session.session_id).session_id != fork.session_id
+    running.target.delay_s = 0.02
+    stream = client.generate(session.session_id, ENDLESS)
+    next(iter(stream))
+    for call in (
+        lambda: client.fork_session(session.session_id),
+        lambda: client.save_session(session.session_id, "busy"),
+    ):
+        with pytest.raises(SessionBusy):
+            call()
+    stream.cancel()
+    assert client.list_saved_sessions() == []
+
+
+# --- save and restore ---
+
+
+def test_a_saved_session_survives_the_server(home: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "state")
+    first = start(config)
+    with first.client() as client:
+        session = open_with(client, SessionOptions("ann", labels={"task": "x"}))
+        list(client.generate(session.session_id, GREEDY))
+        saved = client.save_session(session.session_id, "rivers-1")
+        assert (saved.name, client.list_saved_sessions()) == ("rivers-1", [saved])
+        assert saved.num_bytes > 1000
+        expected = tokens_of(client.generate(session.session_id, GREEDY))
+    first.stop()
+    first.ended.result(timeout=30)
+    second = start(config)
+    with second.client() as client:
+        restored = client.restore_session("rivers-1", request_id="r")
+        assert client.restore_session("rivers-1", request_id="r").session_id == restored.session_id
+        assert restored.session_id != session.session_id
+        assert restored.options.labels == {"task": "x"}
+        assert restored.history_length == session.history_length + 24
+        *events, done = client.generate(restored.session_id, GREEDY)
+        assert done.usage.cached_tokens >= restored.history_length - 1
+        assert tokens_of(events) == expected
+        client.delete_saved_session("rivers-1")
+        assert client.list_saved_sessions() == []
+        with pytest.raises(SavedSessionRejected) as gone:
+            client.restore_session("rivers-1")
+        assert (gone.value.reason, code_of(gone.value)) == ("SAVED_NOT_FOUND", grpc.StatusCode.NOT_FOUND)
+    second.stop()
+    second.ended.result(timeout=30)
+
+
+def test_a_name_is_taken_once(running: Running, client: RuntimeClient) -> None:
+    session = open_with(client)
+    client.save_session(session.session_id, "taken")
+    with pytest.raises(SavedSessionRejected) as refused:
+        client.save_session(session.session_id, "taken")
+    assert (refused.value.reason, code_of(refused.value)) == ("SAVED_EXISTS", grpc.StatusCode.ALREADY_EXISTS)
+    client.delete_saved_session("taken")
+    client.save_session(session.session_id, "taken")
+    client.delete_saved_session("taken")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a" * 65, "a b", "\u00e4", "a\0"])
+def test_a_name_stays_inside_its_directory(running: Running, client: RuntimeClient, name: str) -> None:
+    session = open_with(client)
+    for call in (
+        lambda: client.save_session(session.session_id, name),
+        lambda: client.restore_session(name),
+        lambda: client.delete_saved_session(name),
+    ):
+        with pytest.raises(InvalidRequest, match="no name for a saved session") as refused:
+            call()
+        assert refused.value.param == "name"
+    assert client.list_saved_sessions() == []
+
+
+def test_what_is_damaged_is_refused_and_opens_nothing(running: Running, client: RuntimeClient) -> None:
+    session = open_with(client)
+    list(client.generate(session.session_id, GREEDY))
+    client.save_session(session.session_id, "damaged")
+    for file in (running.config.saved_sessions_path / "damaged").glob("*.json"):
+        file.write_text("{")
+    with pytest.raises(SavedSessionRejected) as refused:
+        client.restore_session("damaged")
+    assert (refused.value.reason, code_of(refused.value)) == ("SAVED_UNREADABLE", grpc.StatusCode.FAILED_PRECONDITION)
+    assert [one.session_id for one in client.list_sessions()] == [session.session_id]
+    client.delete_saved_session("damaged")
+
+
+def test_a_session_of_another_model_is_refused(
+    running: Running, client: RuntimeClient, start_server: StartServer, tmp_path: Path
+) -> None:
+    from runtime.models import make_tiny
+
+    other_model = make_tiny(tmp_path / "other", seed=9)
+    other = start_server(model=ModelConfig(name=str(other_model), device="cpu"))
+    session = open_with(client)
+    list(client.generate(session.session_id, GREEDY))
+    client.save_session(session.session_id, "foreign")
+    place = other.config.saved_sessions_path / "foreign"
+    place.parent.mkdir(parents=True)
+    (running.config.saved_sessions_path / "foreign").rename(place)
+    with other.client() as stranger, pytest.raises(SavedSessionRejected) as refused:
+        stranger.restore_session("foreign")
+    assert (refused.value.reason, code_of(refused.value)) == ("SAVED_OTHER_TARGET", grpc.StatusCode.FAILED_PRECONDITION)
+
+
+# --- policies ---
+
+
+def test_a_window_is_told_once_when_it_first_drops(client: RuntimeClient) -> None:
+    session = open_with(client, SessionOptions(cache_policy=SINK_WINDOW))
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    first = [*client.generate(session.session_id, params)]
+    [truncated] = [event for event in first if isinstance(event, HistoryTruncated)]
+    assert truncated.dropped > 0
+    assert first.index(truncated) not in (0, len(first) - 1)
+    assert not [event for event in client.generate(session.session_id, params) if isinstance(event, HistoryTruncated)]
+    now = client.get_session(session.session_id)
+    assert now.history_length == session.history_length + 128, "the history keeps what the K/V drops"
+    assert now.dropped_tokens > truncated.dropped
+
+
+def test_a_session_keeps_to_the_drafter_that_it_is_pinned_to(start_server: StartServer, make_drafter: MakeDrafter) -> None:
+    running = start_server()
+    fingerprint, registry = running.parts.engine.info.fingerprint, running.parts.registry
+    publish = {"parent": None, "step": 0, "target_fingerprint": fingerprint, "metrics": {}}
+    old = registry.publish(make_drafter(1), **publish)  # type: ignore[arg-type]
+    wait_for(lambda: running.parts.engine.drafter_version == old)
+    with running.client() as client:
+        pinned = open_with(client, SessionOptions(drafter_policy=DrafterPolicy("pinned", old)))
+        following = open_with(client)
+        new = registry.publish(make_drafter(2), **publish)  # type: ignore[arg-type]
+        wait_for(lambda: running.parts.engine.drafter_version == new)
+        for session, version in ((pinned, old), (following, new)):
+            *_, done = client.generate(session.session_id, GREEDY)
+            assert done.drafter_versions == (version,)
+        with pytest.raises(DrafterNotFound) as refused:
+            client.create_session(SessionOptions(drafter_policy=DrafterPolicy("pinned", "0" * 16)))
+        assert code_of(refused.value) is grpc.StatusCode.NOT_FOUND

@@ -80,12 +80,17 @@ class Engine(Protocol):
         """
         ...
 
-    def open_session(self, token_ids: Sequence[int], options: SessionOptions | None = None) -> SessionInfo:
+    def open_session(
+        self, token_ids: Sequence[int], options: SessionOptions | None = None, session_id: str | None = None
+    ) -> SessionInfo:
         """For surfaces without sessions of their own: a session whose history is these ids, reserved until its generation begins.
 
         It continues the idle session that an earlier call made, with equal options, and whose whole history is the longest
         beginning of these ids; else it is new. Such sessions are the first to be evicted. A caller that never generates closes
         it; if `generate` refuses, the session is idle again by itself.
+
+        session_id: continue this session and no other, with its own options. HistoryDiverged, and no change, if these ids do
+        not begin with its history.
         """
         ...
 

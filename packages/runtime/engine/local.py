@@ -162,14 +162,18 @@ class LocalEngine:
         with self._lock:
             return [self._describe(session) for session in self._store]
 
-    def open_session(self, token_ids: Sequence[int], options: SessionOptions | None = None) -> SessionInfo:
+    def open_session(
+        self, token_ids: Sequence[int], options: SessionOptions | None = None, session_id: str | None = None
+    ) -> SessionInfo:
         options = options or SessionOptions()
         if not token_ids:
             raise InvalidRequest("token_ids", "A session is opened with at least one token; the prompt is empty.")
         check_token_ids(token_ids, self._info.vocab_size)
         self._check_length(len(token_ids))
         with self._lock:
-            session = self._store.find_continued(token_ids, options)
+            session = self._store.find_continued(token_ids, options) if session_id is None else self._store.get(session_id)
+            if session_id is not None and session is not None:
+                session.check_continued_by(token_ids)
             if session is None:
                 session = self._new_session(options, is_anonymous=True)
             session.append(token_ids[len(session.history) :], None)
@@ -193,6 +197,7 @@ class LocalEngine:
                     raise InvalidRequest(
                         "cache_policy", f"A fork keeps its parent's cache policy, {parent.options.cache_policy}; leave it out."
                     )
+                self._store.touch(parent)
                 parent.hold()  # before room is made for the child
                 try:
                     child = self._new_session(options or parent.options, request_id)
@@ -201,7 +206,6 @@ class LocalEngine:
                     raise
                 child.append(parent.history[:length], None)
                 child.hold()
-                self._store.touch(parent)
         if made is not None:
             return self._made_before(made)
         return self._fill(child, partial(self._stepper.holdings.fork, parent, child, self._store), parent)

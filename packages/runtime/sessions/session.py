@@ -22,7 +22,7 @@ from enum import Enum
 import torch
 
 from runtime.drafters.base import Drafter
-from runtime.errors import HistoryMismatch, SessionBusy
+from runtime.errors import HistoryDiverged, HistoryMismatch, SessionBusy
 from runtime.hidden_states import HiddenStates
 from runtime.types import SessionOptions
 
@@ -98,6 +98,11 @@ class Session:
         """For a generation: idle, or reserved for it."""
         if self.state not in (State.IDLE, State.RESERVED):
             raise SessionBusy(self.id)
+
+    def check_continued_by(self, token_ids: Sequence[int]) -> None:
+        self.check_idle()
+        if self.history != list(token_ids[: len(self.history)]):
+            raise HistoryDiverged(self.id, len(self.history))
 
     def check_length(self, expected: int | None) -> None:
         if expected is not None and expected != len(self.history):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.backends import load_target
 from runtime.backends.base import Segment, Target
@@ -196,6 +197,8 @@ def run(
 
 # --- what tests are made of ---
 
+NEAR_TIE = 1e-3  # between two logits: forwards of other shapes may pick either
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
@@ -210,6 +213,17 @@ def greedy_reference(target: Target, prompt: Sequence[int], num_tokens: int) -> 
         history += new
     target.drop(cache)
     return history[len(prompt) :]
+
+
+def assert_greedy(target: Target, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Each token is the most likely one behind those before it, or within the noise of the arithmetic as likely."""
+    cache = target.new_cache()
+    history = [*prompt, *token_ids]
+    [output] = target.forward([Segment(cache, history[:-1], num_logits=len(token_ids))])
+    target.drop(cache)
+    taken = output.logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    gaps = output.logits.max(dim=1).values - taken
+    assert float(gaps.max()) < NEAR_TIE, f"token {int(gaps.argmax())} of {len(token_ids)} is not the most likely one"
 
 
 def prompt_of(seed: int, length: int = 24) -> list[int]:

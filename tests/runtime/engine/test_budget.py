@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from runtime.backends.base import Segment, SegmentOutput, Target
-from runtime.types import SamplingParams
+from runtime.types import Done, SamplingParams, Tokens
 
-from .conftest import GREEDY, Listener, MakeEngine, prompt_of, run
+from .conftest import GREEDY, Listener, MakeEngine, assert_greedy, greedy_reference, prompt_of, random_drafter, run
 
 
 def test_over_the_budget_idle_sessions_lose_their_cache_not_their_ids(make_engine: MakeEngine, target: Target) -> None:
@@ -51,3 +52,129 @@ def test_the_budget_holds_for_those_that_come_together_and_for_what_they_leave(
     for listener in listeners:
         listener.wait()
     assert budget / 2 < max(held) <= budget
+
+
+def test_those_that_outgrow_the_budget_take_turns_the_oldest_first(make_engine: MakeEngine, target: Target) -> None:
+    """They start small, so all are let in; grown up, they are more than twice what the budget holds."""
+    engine = make_engine(random_drafter(), prefill_chunk_tokens=16)
+    budget = engine._stepper.holdings.budget_bytes = 5 * target.cache_bytes(256)
+    held: list[int] = []
+    forward = target.forward
+
+    def watched(segments: Sequence[Segment]) -> list[SegmentOutput]:
+        outputs = forward(segments)
+        held.append(target.cache_bytes())
+        return outputs
+
+    target.forward = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=330, ignore_eos=True)
+    listeners = [Listener() for _ in range(8)]
+    ended: list[int] = []
+    for seed, listener in enumerate(listeners):
+        session_id = engine.create_session().session_id
+        engine.append(session_id, prompt_of(seed, 20))
+
+        def note(event: object, seed: int = seed, listener: Listener = listener) -> None:
+            if isinstance(event, Done):
+                ended.append(seed)
+            listener(event)  # type: ignore[arg-type]
+
+        engine.generate(session_id, params, on_event=note)
+    dones = [listener.wait() for listener in listeners]
+    target.forward = forward  # type: ignore[method-assign]
+    assert max(held) <= budget < 8 * target.cache_bytes(350) / 2
+    assert all(abs(place - seed) <= 1 for place, seed in enumerate(ended)), ended  # in order of arrival, but for lucky drafts
+    for seed, (listener, done) in enumerate(zip(listeners, dones, strict=True)):
+        assert_greedy(target, prompt_of(seed, 20), listener.token_ids)
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.cached_tokens) == (20, 330, 0)
+
+
+def test_one_generation_larger_than_the_budget_still_runs(make_engine: MakeEngine, target: Target) -> None:
+    engine = make_engine()
+    engine._stepper.holdings.budget_bytes = target.cache_bytes(100)
+    listeners = [Listener(), Listener()]
+    for seed, listener in enumerate(listeners):
+        session_id = engine.create_session().session_id
+        engine.append(session_id, prompt_of(seed, 300))
+        engine.generate(session_id, GREEDY, on_event=listener)
+    for seed, listener in enumerate(listeners):
+        listener.wait()
+        assert listener.token_ids == greedy_reference(target, prompt_of(seed, 300), 40)
+
+
+def test_a_generation_that_had_to_wait_can_be_cancelled(make_engine: MakeEngine, target: Target) -> None:
+    engine = make_engine(prefill_chunk_tokens=16)
+    engine._stepper.holdings.budget_bytes = 3 * target.cache_bytes(128)
+    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    listeners = [Listener(), Listener()]
+    generations = []
+    with engine._lock:
+        for seed, listener in enumerate(listeners):
+            session_id = engine.create_session().session_id
+            engine.append(session_id, prompt_of(seed, 20))
+            generations.append(engine.generate(session_id, params, on_event=listener))
+    for listener in listeners:  # both are let in
+        while not listener.token_ids:
+            listener.next()
+    while engine.stats().num_waiting == 0:  # and have grown
+        listeners[0].next()
+    generations[1].cancel()
+    done = listeners[1].wait()
+    assert (done.finish_reason, done.usage.completion_tokens) == ("cancelled", len(listeners[1].token_ids))
+    assert 0 < done.usage.completion_tokens < 1000
+    generations[0].cancel()
+    listeners[0].wait()
+
+
+def test_forks_and_restores_stay_within_the_budget(make_engine: MakeEngine, target: Target, tmp_path: Path) -> None:
+    engine = make_engine(prefix_reuse=False)
+    parent = engine.create_session().session_id
+    run(engine, prompt_of(1, 300), GREEDY, parent)
+    engine.save_session(parent, tmp_path / "s")
+    budget = engine._stepper.holdings.budget_bytes = 5 * target.cache_bytes(340) // 2
+    forks = [engine.fork_session(parent).session_id for _ in range(4)]
+    forks.append(engine.restore_session(tmp_path / "s").session_id)
+    assert 0 < target.cache_bytes() <= budget
+    infos = [engine.get_session(session_id) for session_id in (parent, *forks)]
+    assert [info.cached_tokens for info in infos[-2:]] == [340, 340]  # the latest; the others made room
+    assert {info.history_length for info in infos} == {340}
+    listener, _ = run(engine, [7], GREEDY, forks[0])
+    history = engine._store.get(forks[0]).history
+    assert listener.token_ids == greedy_reference(target, history[:341], 40)
+
+
+def test_a_long_prompt_costs_a_running_session_no_step(make_engine: MakeEngine, target: Target) -> None:
+    """Between two tokens of a running session there is one forward, whatever is read meanwhile, by however many."""
+    sizes: list[int] = []
+    gaps: list[int] = []
+    forward = target.forward
+
+    def watched(segments: Sequence[Segment]) -> list[SegmentOutput]:
+        sizes.append(sum(len(segment.token_ids) for segment in segments))
+        return forward(segments)
+
+    engine = make_engine(prefill_chunk_tokens=32, max_draft_tokens=0)
+    target.forward = watched  # type: ignore[method-assign]
+    running, last = Listener(), [0]
+
+    def note(event: object) -> None:
+        if isinstance(event, Tokens):
+            gaps.append(len(sizes) - last[0])
+            last[0] = len(sizes)
+        running(event)  # type: ignore[arg-type]
+
+    session_id = engine.create_session().session_id
+    engine.append(session_id, prompt_of(0, 10))
+    engine.generate(session_id, SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True), on_event=note)
+    readers = [Listener() for _ in range(3)]
+    for seed, reader in enumerate(readers, start=1):
+        session_id = engine.create_session().session_id
+        engine.append(session_id, prompt_of(seed, 700))
+        engine.generate(session_id, SamplingParams(temperature=0.0, max_tokens=1), on_event=reader)
+    for listener in (running, *readers):
+        listener.wait()
+    target.forward = forward  # type: ignore[method-assign]
+    assert set(gaps) == {1}
+    assert len(gaps) == 150
+    assert max(sizes) <= 3 * 16 + 1  # the chunk is shared out, but for the least share of each
+    assert sum(size > 16 for size in sizes[:140]) > 40  # they were read while it ran

@@ -43,6 +43,7 @@ from serving.ports import is_loopback, open_grpc, open_http
 from serving.prompts import Prompts
 from serving.saved_sessions import SavedSessions
 from serving.servicers import RuntimeServicer
+from serving.session_calls import SessionCalls
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +151,10 @@ class Server:
         generations = Generations(parts.engine, self.admission, self.metrics.new_request)
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
-        self._register(parts, grpc, generations, prompts)
-        http = HttpServer(self._app(parts, generations, prompts), tls.uvicorn_settings(self.config.tls))
+        saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
+        calls = SessionCalls(parts.engine, generations, prompts, saved, default_ttl_s=ttl_s)
+        self._register(parts, grpc, calls)
+        http = HttpServer(self._app(parts, generations, prompts, calls), tls.uvicorn_settings(self.config.tls))
         parts.start()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         watching = asyncio.create_task(self._tell_when_engine_fails(parts, grpc))
@@ -167,9 +170,8 @@ class Server:
             http.should_exit = True
             await asyncio.gather(serving, grpc.stop(GOODBYE_S))
 
-    def _register(self, parts: Parts, grpc: GrpcServer, generations: Generations, prompts: Prompts) -> None:
-        saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
-        RuntimeServicer(parts.engine, generations, prompts, saved, grpc.gate, default_ttl_s=ttl_s).register_at(grpc)
+    def _register(self, parts: Parts, grpc: GrpcServer, calls: SessionCalls) -> None:
+        RuntimeServicer(calls, grpc.gate).register_at(grpc)
         uploads, max_bytes = self.config.state_path / "uploads", self.config.server.max_upload_mib * 2**20
         DrafterServicer(parts.lifecycle, uploads, grpc.stopping, max_upload_bytes=max_bytes).register_at(grpc)
         if parts.capture is not None:
@@ -192,7 +194,7 @@ class Server:
                 while self.admission.num_running and not self._hurry.is_set():
                     await asyncio.sleep(DRAIN_POLL_S)
 
-    def _app(self, parts: Parts, generations: Generations, prompts: Prompts) -> FastAPI:
+    def _app(self, parts: Parts, generations: Generations, prompts: Prompts, calls: SessionCalls) -> FastAPI:
         tokens = TokenBytes(parts.resolved.path / "tokenizer.json")
         model = ServedModel(parts.resolved.name, parts.engine.info, prompts, tokens, parts.engine.grammars)
 
@@ -213,8 +215,10 @@ class Server:
         return create_app(
             model,
             generations,
+            calls,
             parts.lifecycle,
             self.metrics,
+            self.config.http,
             state=state,
             describe=describe,
             max_request_bytes=self.config.server.max_request_mib * 2**20,

@@ -5,7 +5,9 @@ What several programs share lives in `runtime.config`; here is what only a serve
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from runtime.config import (
@@ -21,6 +23,7 @@ from runtime.config import (
     require,
     require_directory,
 )
+from runtime.errors import ConfigError
 
 
 class AdmissionPolicy(Choice):
@@ -66,6 +69,48 @@ class ServerConfig:
 
 
 @dataclass
+class DeprecatedEndpoint:
+    """An HTTP endpoint that will go. Each of its responses says so."""
+
+    path: str = ""
+    sunset: str = ""  # the day when it goes, as 2031-12-31; in the future
+    successor: str = ""  # path or URL of what to use in its place
+    since: str | None = None  # the day from which on it is deprecated; null: it is now
+
+    def __post_init__(self) -> None:
+        require(self.path.startswith("/"), "http.deprecated.path", self.path, "a path, such as /v1/completions")
+        require(bool(self.successor.strip()), "http.deprecated.successor", self.successor, "the path or URL that replaces it")
+        sunset, since = (_day(name, getattr(self, name)) for name in ("sunset", "since"))
+        today = datetime.now(UTC).date()
+        require(sunset is not None and sunset > today, "http.deprecated.sunset", self.sunset, f"a day after today, {today}")
+        assert sunset is not None
+        require(since is None or since <= sunset, "http.deprecated.since", self.since, "a day before the sunset, or null")
+
+
+def _day(name: str, value: str | None) -> date | None:
+    try:
+        return None if value is None else date.fromisoformat(value)
+    except ValueError as error:
+        raise ConfigError(f"http.deprecated.{name} is {value!r}; it must be a day, such as 2031-12-31.") from error
+
+
+@dataclass
+class HttpConfig:
+    request_timeout_s: float | None = None  # from a request's arrival to its last token; null: as long as it takes
+    cors_origins: list[str] = field(default_factory=list)  # sites whose pages may call, such as https://example.org; "*": all
+    deprecated: list[DeprecatedEndpoint] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ok = self.request_timeout_s is None or self.request_timeout_s > 0
+        require(ok, "http.request_timeout_s", self.request_timeout_s, "more than 0 seconds, or null")
+        for origin in self.cors_origins:
+            ok = origin == "*" or bool(re.fullmatch(r"https?://[^/\s]+", origin))
+            require(ok, "http.cors_origins", origin, 'origins such as https://example.org, or "*"')
+        paths = [endpoint.path for endpoint in self.deprecated]
+        require(len(set(paths)) == len(paths), "http.deprecated", paths, "a list with each path once")
+
+
+@dataclass
 class AuthConfig:
     keys_file: str | None = None  # YAML or JSON, see serving/auth.py; null: everybody may do everything
     open_probes: bool = True  # health, reflection and metrics answer without a key
@@ -102,6 +147,7 @@ class ServingConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     state_dir: str | None = None  # where server and trainer meet; null: <SLIPSTREAM_HOME>/state

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from runtime.engine.base import Engine, Generation
-from runtime.errors import SessionBusy, SlipstreamError
+from runtime.errors import InvalidRequest, SessionBusy, SlipstreamError
 from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Tokens
 from serving.admission import Admission
 from serving.metrics import Latencies
@@ -100,11 +100,16 @@ class Generations:
             undo.pop_all()
         return stream
 
-    async def answers(self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions) -> list[Stream]:
+    async def answers(
+        self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions, session_id: str | None = None
+    ) -> list[Stream]:
         """One request's answers, each to a prompt of its own. Sessions are found by what they hold, and kept for the next turn.
 
+        session_id: continue this one; then there is one prompt, which begins with its history. HistoryDiverged if it does not.
         They take one permit together, so that no request waits half admitted for places that others half hold.
         """
+        if session_id is not None and len(asked) > 1:
+            raise InvalidRequest("n", f"x-session-id binds one answer to one session; this request asks for {len(asked)}.")
         arrived = [self._latencies() for _ in asked]
         permit = await self._admission.acquire()
         num_left = len(asked)
@@ -119,9 +124,9 @@ class Generations:
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
             for (prompt, params), latencies in zip(asked, arrived, strict=True):
-                session_id = self._engine.open_session(prompt, options).session_id
+                session = self._engine.open_session(prompt, options, session_id)
                 stream = Stream(latencies, on_end=end)
-                stream.generation = self._engine.generate(session_id, params, on_event=stream.put)
+                stream.generation = self._engine.generate(session.session_id, params, on_event=stream.put)
                 undo.callback(stream.cancel)
                 streams.append(stream)
             undo.pop_all()

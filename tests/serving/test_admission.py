@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from runtime.errors import CapacityExhausted, ConfigError, EngineUnavailable
+from runtime.rpc.client import RuntimeClient
+from runtime.rpc.connection import Retry
 from runtime.types import SamplingParams
 from serving.admission import Admission
 from serving.config import AdmissionConfig, AdmissionPolicy
@@ -148,7 +150,7 @@ def test_beyond_the_limit_is_429_with_retry_after_on_both_surfaces(narrow: Runni
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
-    with narrow.client() as client:
+    with RuntimeClient(narrow.ready.grpc, timeout_s=30, retry=Retry(max_attempts=1)) as client:
         session = client.create_session()
         client.append(session.session_id, text="Hi")
         with pytest.raises(CapacityExhausted) as caught:

@@ -54,7 +54,7 @@ def test_a_request_leaves_its_traces(start_server: StartServer) -> None:
         assert value(samples, "spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) == count
     assert value(samples, "mean_acceptance_length", drafter_version="ngram") == pytest.approx(own["mean_acceptance_length"])
     assert value(samples, "drafter_version_info", drafter_version="ngram") == 1
-    assert value(samples, "session_active") == 0
+    assert value(samples, "session_active") == 1
     assert value(samples, "num_requests_running") == 0
     assert value(samples, "feature_queue_depth") == 0
     assert value(samples, "feature_store_bytes") > 0

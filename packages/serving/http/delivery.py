@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,7 +21,7 @@ from runtime.errors import EngineUnavailable, SlipstreamError
 from runtime.types import Done, HistoryTruncated, Started, TokenLogprob, Tokens
 from serving.generations import Stream
 from serving.http.answers import Answer
-from serving.http.errors import CLIENT_CLOSED_REQUEST, envelope_of
+from serving.http.errors import CLIENT_CLOSED_REQUEST, envelope_of, until
 
 Result = TypeVar("Result")
 AnyEvent = Started | Tokens | HistoryTruncated | Done
@@ -53,11 +53,15 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Choices:
-    """The generations behind one answer, and their events in the order in which they come. `started`: of the first of them."""
+    """The generations behind one answer, and their events in the order in which they come.
 
-    def __init__(self, streams: Sequence[Stream], started: Started) -> None:
+    started: of the first of them. deadline: when, by the event loop's clock, the answer must be complete; None: never.
+    """
+
+    def __init__(self, streams: Sequence[Stream], started: Started, deadline: float | None = None) -> None:
         self.started = started
         self._streams = streams
+        self._deadline = deadline
         self._next: dict[asyncio.Task[AnyEvent], int] = {}
         self._open = set(range(len(streams)))
 
@@ -65,7 +69,8 @@ class Choices:
         """(choice, event) until each choice had its Done."""
         try:
             while self._open:
-                index, event = await self._one()
+                async with until(self._deadline):
+                    index, event = await self._one()
                 if isinstance(event, Done):
                     check_not_cancelled(event)
                     self._open.discard(index)
@@ -123,36 +128,45 @@ async def whole(request: Request, choices: Choices, answer: Answer) -> Response:
     return JSONResponse(answer.whole(parts), headers=headers)
 
 
-class EventStream(Response):
-    """The answer as server-sent events, each as soon as its tokens are there."""
+class SseResponse(Response):
+    """Server-sent events, each sent as soon as it is there. `on_end` is called once nobody reads any more."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, choices: Choices, answer: Answer, ping_interval_s: float = PING_INTERVAL_S) -> None:
-        super().__init__(headers={**choices.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._choices = choices
-        self._answer = answer
-        self._ping_interval_s = ping_interval_s
+        self._sent_events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeft):
                 await while_connected(receive, self._send_all(send))
         finally:
-            self._choices.cancel()
+            self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for text in self._events():
+        async for text in self._sent_events:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(SseResponse):
+    """An answer of OpenAI's endpoints in pieces."""
+
+    def __init__(self, choices: Choices, answer: Answer, ping_interval_s: float = PING_INTERVAL_S) -> None:
+        super().__init__(self._events(), choices.cancel, choices.headers)
+        self._choices = choices
+        self._answer = answer
+        self._ping_interval_s = ping_interval_s
 
     async def _events(self) -> AsyncIterator[str]:
         dones: dict[int, Done] = {}
         try:
             for chunk in self._answer.first():
-                yield _event(chunk)
+                yield sse(chunk)
             async for item in with_pings(self._choices.events(), self._ping_interval_s):
                 if item is None:
                     yield ": ping\n\n"
@@ -160,20 +174,20 @@ class EventStream(Response):
                 index, event = item
                 if isinstance(event, Tokens):
                     for chunk in self._answer.delta(index, event.text, event.logprobs):
-                        yield _event(chunk)
+                        yield sse(chunk)
                 elif isinstance(event, HistoryTruncated):
                     yield f": history dropped {event.dropped}\n\n"
                 elif isinstance(event, Done):
                     dones[index] = event
                     ended = [dones[i] for i in sorted(dones)] if len(dones) == len(self._choices) else None
                     for chunk in self._answer.end(index, event, ended):
-                        yield _event(chunk)
+                        yield sse(chunk)
             yield "data: [DONE]\n\n"
         except SlipstreamError as error:  # the last event: no [DONE] follows what is not done
-            yield _event(envelope_of(error))
+            yield sse(envelope_of(error))
 
 
-async def with_pings(items: AsyncIterator[Result], interval_s: float) -> AsyncIterator[Result | None]:
+async def with_pings(items: AsyncIterator[Result], interval_s: float = PING_INTERVAL_S) -> AsyncIterator[Result | None]:
     """The items; None after each interval without one."""
     pending = asyncio.ensure_future(anext(items, _END))
     try:
@@ -194,8 +208,10 @@ async def with_pings(items: AsyncIterator[Result], interval_s: float) -> AsyncIt
 _END: Any = object()
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def sse(data: dict[str, Any], name: str | None = None) -> str:
+    """One server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def check_not_cancelled(done: Done) -> None:

@@ -6,9 +6,11 @@ never FastAPI's 422.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +23,7 @@ from runtime.errors import (
     DrafterNotFound,
     DrafterRejected,
     EngineUnavailable,
+    HistoryDiverged,
     HistoryMismatch,
     InvalidRequest,
     PermissionDenied,
@@ -41,6 +44,7 @@ STATUSES: dict[type[SlipstreamError], int] = {
     DrafterNotFound: 404,
     SessionBusy: 409,
     HistoryMismatch: 409,
+    HistoryDiverged: 409,
     DrafterRejected: 409,
     SavedSessionRejected: 409,
     CapacityExhausted: 429,
@@ -68,8 +72,30 @@ class NotFound(SlipstreamError, LookupError):
         self.param = param
 
 
+class RequestTimeout(SlipstreamError, TimeoutError):
+    """http.request_timeout_s is over."""
+
+    reason = "REQUEST_TIMEOUT"
+
+
+@asynccontextmanager
+async def until(deadline: float | None) -> AsyncIterator[None]:
+    """RequestTimeout when the event loop's clock passes the deadline; None: never."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise RequestTimeout("The server's time for one request is over; ask for fewer tokens.") from error
+
+
 def status_of(error: Exception) -> int:
     if isinstance(error, NotFound):
+        return 404
+    if isinstance(error, RequestTimeout):
+        return 504
+    if isinstance(error, SavedSessionRejected) and error.reason == "SAVED_NOT_FOUND":
         return 404
     return next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), 500)
 

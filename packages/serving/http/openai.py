@@ -18,7 +18,7 @@ from serving.generations import Generations
 from serving.http.answers import Answer, ChatShape, Json, Shape, TextShape
 from serving.http.chat_schema import ChatRequest
 from serving.http.delivery import Choices, ClientLeft, EventStream, check_not_cancelled, while_connected, whole
-from serving.http.errors import CLIENT_CLOSED_REQUEST, NotFound
+from serving.http.errors import CLIENT_CLOSED_REQUEST, NotFound, until
 from serving.http.schemas import CompletionRequest, SampledRequest
 from serving.http.token_bytes import TokenBytes
 from serving.prompts import Prompts
@@ -56,7 +56,8 @@ class ServedModel:
         }
 
 
-def router(model: ServedModel, generations: Generations) -> APIRouter:
+def router(model: ServedModel, generations: Generations, timeout_s: float | None) -> APIRouter:
+    """timeout_s: for a whole answer; None: as long as it takes."""
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
@@ -89,6 +90,7 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
     async def answer(
         body: SampledRequest, request: Request, prompts: Sequence[Awaitable[list[int]]], shape: Callable[[], Shape]
     ) -> Response:
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         try:
             token_ids = await asyncio.gather(*prompts)
             params = [body.params_of_choice(index) for index in range(body.num_choices)]
@@ -96,7 +98,8 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
             await model.check_grammar(params[0].grammar)
             asked = [(prompt, one) for prompt in token_ids for one in params]
             options = request.state.key.consent(body.session_options())
-            choices = await while_connected(request.receive, _begin(generations, asked, options))
+            work = _begin(generations, asked, options, request.headers.get("x-session-id"), deadline)
+            choices = await while_connected(request.receive, work)
         except InvalidRequest as error:
             raise body.in_our_words(error) from error
         except ClientLeft:
@@ -114,11 +117,19 @@ def router(model: ServedModel, generations: Generations) -> APIRouter:
     return routes
 
 
-async def _begin(generations: Generations, asked: Sequence[tuple[list[int], SamplingParams]], options: SessionOptions) -> Choices:
+async def _begin(
+    generations: Generations,
+    asked: Sequence[tuple[list[int], SamplingParams]],
+    options: SessionOptions,
+    session_id: str | None,
+    deadline: float | None,
+) -> Choices:
     """Start the generations. Until the first event of the first, whatever fails becomes an HTTP status."""
-    streams = await generations.answers(asked, options)
+    async with until(deadline):
+        streams = await generations.answers(asked, options, session_id)
     try:
-        started = await streams[0].next()
+        async with until(deadline):
+            started = await streams[0].next()
         if isinstance(started, Done):  # it never ran
             check_not_cancelled(started)
         assert isinstance(started, Started)
@@ -126,4 +137,4 @@ async def _begin(generations: Generations, asked: Sequence[tuple[list[int], Samp
         for stream in streams:
             stream.cancel()
         raise
-    return Choices(streams, started)
+    return Choices(streams, started, deadline)

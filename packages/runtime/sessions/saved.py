@@ -109,7 +109,9 @@ def _read_record(directory: Path) -> dict[str, Any]:
         raise SavedSessionRejected(
             "SAVED_NOT_FOUND", f"There is no saved session {directory.name!r} here; save one under this name first."
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _unreadable(directory, f"{RECORD}: {error.strerror}") from error
+    except ValueError as error:
         raise _unreadable(directory, f"{RECORD}: {error}") from error
     if not isinstance(record, dict):
         raise _unreadable(directory, f"{RECORD} is no object")
@@ -122,7 +124,9 @@ def _read_tensors(directory: Path, path: Path, digest: str) -> tuple[dict[str, t
         if hashlib.sha256(data).hexdigest() != digest:
             raise _unreadable(directory, f"{path.name} is not what was written")
         tensors = load(data)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise _unreadable(directory, f"{path.name}: {error.strerror}") from error
+    except SafetensorError as error:
         raise _unreadable(directory, f"{path.name}: {error}") from error
     kv = {name.removeprefix(KV_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(KV_PREFIX)}
     features = HiddenStates(tensors[AUX], tensors[LAST]) if AUX in tensors and LAST in tensors else None
@@ -155,9 +159,11 @@ def _options(record: Mapping[str, Any]) -> SessionOptions:
     if drafter_policy.kind not in ("follow_active", "pinned", "off"):
         raise ValueError(f"drafter_policy is {drafter_policy.kind!r}")
     drafter_policy.check()
-    eos_token_ids, ttl_s = record["eos_token_ids"], record["ttl_s"]
+    eos_token_ids, ttl_s, labels = record["eos_token_ids"], record["ttl_s"], record["labels"]
     if ttl_s is not None and not isinstance(ttl_s, int | float):
         raise ValueError(f"ttl_s is {ttl_s!r}")
+    if not isinstance(labels, dict):
+        raise ValueError(f"labels are {labels!r}")
     return SessionOptions(
         client_label=_text(record["client_label"]),
         ttl_s=ttl_s,
@@ -166,7 +172,7 @@ def _options(record: Mapping[str, Any]) -> SessionOptions:
         capture=Switch(record["capture"]),
         cache_policy=_cache_policy(record["cache_policy"]),
         drafter_policy=drafter_policy,
-        labels=MappingProxyType({_text(name): _text(value) for name, value in record["labels"].items()}),
+        labels=MappingProxyType({_text(name): _text(value) for name, value in labels.items()}),
     )
 
 
@@ -178,7 +184,7 @@ def _cache_policy(record: Mapping[str, Any]) -> CachePolicy:
         policy.check()
     except (TypeError, InvalidRequest) as error:
         raise SavedSessionRejected(
-            "SAVED_OTHER_CACHE_POLICY", f"The saved session's cache policy {dict(record)!r} is not known here ({error})."
+            "SAVED_OTHER_CACHE_POLICY", f"The saved session's cache policy {record!r} is not known here ({error})."
         ) from error
     return policy
 

@@ -74,7 +74,9 @@ class Session:
     cached: int = 0
     dropped: int = 0  # of the cached: out of sight under the cache policy, and gone
     has_told_drop: bool = False
-    features: list[HiddenStates] = field(default_factory=list)  # kept to prime drafters after a swap, and for the tap; never changed
+    features: list[HiddenStates] = field(
+        default_factory=list
+    )  # kept to prime drafters after a swap, and for the tap; never changed
     num_settled: int = 0  # of their parts: of earlier turns, or another session's
     draft: DraftState | None = None
 

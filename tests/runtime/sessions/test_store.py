@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runtime.config import SessionsConfig
-from runtime.errors import CapacityExhausted, HistoryMismatch, InvalidRequest, SessionBusy, SessionNotFound
+from runtime.errors import CapacityExhausted, InvalidRequest, SessionNotFound
 from runtime.sessions.session import Session
 from runtime.sessions.store import SessionStore
 from runtime.types import SessionOptions
@@ -81,20 +81,56 @@ def test_reasons_for_absence() -> None:
         assert caught.value.reason == reason
 
 
-def test_a_repeated_append_adds_nothing() -> None:
-    session = Session("s", SessionOptions(), ttl_s=1.0)
-    assert session.append([1, 2], "a") == 2
-    assert session.append([3], None) == 3
-    assert session.append([1, 2], "a") == 2
-    assert session.history == [1, 2, 3]
+def opened(sessions: SessionStore, *history: int, options: SessionOptions | None = None) -> Session:
+    session, _ = sessions.create(options or SessionOptions(), is_anonymous=True)
+    session.append(history, None)
+    return session
 
 
-def test_one_operation_at_a_time_and_expected_lengths() -> None:
-    session = Session("s", SessionOptions(), ttl_s=1.0)
-    session.begin()
-    with pytest.raises(SessionBusy):
-        session.begin()
-    session.end()
-    session.begin()
-    with pytest.raises(HistoryMismatch, match="expected_history_length is 4"):
-        session.check_length(4)
+def test_anonymous_sessions_make_room_first() -> None:
+    sessions = store(max_sessions=3)
+    named, _ = sessions.create(SessionOptions())
+    first, second = opened(sessions, 1), opened(sessions, 2)
+    first.reserve()
+    assert sessions.create(SessionOptions())[1] is second
+    assert sessions.create(SessionOptions())[1] is named  # the reserved one is in use
+
+
+def test_the_session_that_is_continued() -> None:
+    sessions = store(max_sessions=9)
+    labelled = SessionOptions(labels={"user": "a"})
+    short, long, other = opened(sessions, 1, 2), opened(sessions, *range(1, 30)), opened(sessions, 1, 2, 3, options=labelled)
+    named, _ = sessions.create(SessionOptions())
+    named.append([1, 2, 3, 4], None)
+    ids = list(range(1, 40))
+    assert sessions.find_continued(ids, SessionOptions()) is long
+    assert sessions.find_continued(ids[:29], SessionOptions()) is long
+    assert sessions.find_continued(ids[:28], SessionOptions()) is short
+    assert sessions.find_continued(ids, SessionOptions(labels={"user": "a"})) is other
+    assert sessions.find_continued([1, 3], SessionOptions()) is None
+    assert sessions.find_continued([*ids[:10], 0, *ids[11:]], SessionOptions()) is short  # the tails agree, the middles do not
+    long.begin()
+    short.reserve()
+    assert sessions.find_continued(ids, SessionOptions()) is None
+
+
+def test_a_reserved_session_expires_if_nobody_comes() -> None:
+    sessions = store(max_sessions=4)
+    reserved, _ = sessions.create(SessionOptions(ttl_s=0.01))
+    copied, _ = sessions.create(SessionOptions(ttl_s=0.01))
+    reserved.reserve()
+    copied.hold()
+    time.sleep(0.02)
+    assert sessions.expire() == [reserved]
+
+
+def test_tombstones_are_bounded() -> None:
+    from runtime.sessions.store import MAX_TOMBSTONES
+
+    sessions = store()
+    first, _ = sessions.create(SessionOptions())
+    sessions.remove(first.id, "CLOSED")
+    for _ in range(MAX_TOMBSTONES):
+        sessions.remove(sessions.create(SessionOptions())[0].id, "CLOSED")
+    with pytest.raises(SessionNotFound, match="UNKNOWN"):
+        sessions.get(first.id)

@@ -134,12 +134,17 @@ class SessionsConfig:
 @dataclass
 class CaptureConfig:
     enabled: bool = True
+    by_default: bool = True  # false: only sessions that ask for it are captured
     sampling_rate: float = 1.0  # fraction of turns kept
     min_generated_tokens: int = 8  # shorter turns teach nothing
     max_row_tokens: int = 2048
     heldout_fraction: float = 0.125  # of rows, set aside for the gate
-    heldout_max_rows: int = 256
-    queue_max_rows: int = 64  # rows waiting for the writer; beyond it the tap sheds
+    heldout_max_rows: int = 256  # of all slices together
+    queue_max_rows: int = 64  # turns waiting for the writer; beyond it the tap sheds
+    redact: str | None = None  # package.module.function that says what must not be kept of a row
+    classify: str | None = None  # package.module.function that names the slice of a turn whose client did not
+    max_age_s: float | None = None  # older rows lose their features, trained on or not
+    max_trained_rows: int | None = None  # trained rows beyond it lose theirs, oldest first; null: as the budget needs room
 
     def __post_init__(self) -> None:
         require(0.0 <= self.sampling_rate <= 1.0, "capture.sampling_rate", self.sampling_rate, "between 0 and 1")
@@ -150,6 +155,12 @@ class CaptureConfig:
         require(ok, "capture.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
         require(self.heldout_max_rows >= 0, "capture.heldout_max_rows", self.heldout_max_rows, "0 or more")
         require(self.queue_max_rows >= 1, "capture.queue_max_rows", self.queue_max_rows, "at least 1")
+        for setting, hook in (("capture.redact", self.redact), ("capture.classify", self.classify)):
+            require(hook is None or "." in hook.strip("."), setting, hook, "package.module.function, or null")
+        ok = self.max_age_s is None or self.max_age_s >= 60
+        require(ok, "capture.max_age_s", self.max_age_s, "at least 60 seconds, or null")
+        ok = self.max_trained_rows is None or self.max_trained_rows >= 0
+        require(ok, "capture.max_trained_rows", self.max_trained_rows, "0 or more, or null")
 
 
 @dataclass

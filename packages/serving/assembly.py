@@ -24,6 +24,7 @@ from runtime.drafters.none import NoDrafter
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError, DrafterRejected
+from runtime.features.hooks import load_hook
 from runtime.features.ledger import Ledger
 from runtime.features.plane import open_feature_plane
 from runtime.features.store import FeatureStore
@@ -90,7 +91,7 @@ def assemble(config: ServingConfig, run_id: str, on_swap: Callable[[float], None
         provenance(config.state_path / "serving" / run_id, config)
         registry = Registry(config.registry_path)
         first, embedded_version = first_drafter(config.drafter, target, registry, load)
-        capture = _capture(config, target, run_id) if config.capture.enabled else None
+        capture = _capture(config, target, tokenizer, run_id) if config.capture.enabled else None
     except OSError as error:
         raise ConfigError(
             f"state_dir {config.state_path} cannot be used ({error}); give a directory that can be written."
@@ -109,9 +110,23 @@ def assemble(config: ServingConfig, run_id: str, on_swap: Callable[[float], None
     return Parts(resolved, tokenizer, engine, registry, lifecycle, capture)
 
 
-def _capture(config: ServingConfig, target: Target, run_id: str) -> Capture:
+def _capture(config: ServingConfig, target: Target, tokenizer: Tokenizer, run_id: str) -> Capture:
+    redact = load_hook("capture.redact", config.capture.redact)
+    classify = load_hook("capture.classify", config.capture.classify)
     store, ledger = open_feature_plane(config.features_path, config.features)
-    return Capture(store, ledger, FeatureTap(store, ledger, config.capture, run_id=run_id, target_info=target.info))
+    tap = FeatureTap(
+        store,
+        ledger,
+        config.capture,
+        run_id=run_id,
+        target_info=target.info,
+        tokenizer_hash=tokenizer.hash,
+        vocabulary_hash=tokenizer.vocabulary_hash,
+        redact=redact,
+        classify=classify,
+        decode=tokenizer.decode,
+    )
+    return Capture(store, ledger, tap)
 
 
 def drafter_loader(target: Target) -> LoadDrafter:

@@ -11,8 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 
 from runtime.backends.base import Target, TargetInfo
@@ -224,7 +223,7 @@ class LocalEngine:
                     history=list(session.history),
                     options=session.options,
                     target_fingerprint=self._info.fingerprint,
-                    tokenizer_hash=self._tokenizer_hash,
+                    tokenizer_hash=self.tokenizer.hash,
                     cached=session.cached if kv else 0,
                     kv=kv,
                     features=features,
@@ -243,7 +242,7 @@ class LocalEngine:
         found = saved.read(
             directory,
             target_fingerprint=self._info.fingerprint,
-            tokenizer_hash=self._tokenizer_hash,
+            tokenizer_hash=self.tokenizer.hash,
             vocab_size=self._info.vocab_size,
         )
         with self._lock:
@@ -344,10 +343,6 @@ class LocalEngine:
             last_used_at=time.time() - (now - session.used_at),
             dropped_tokens=session.dropped,
         )
-
-    @cached_property
-    def _tokenizer_hash(self) -> str:
-        return sha256(self.tokenizer.to_json().encode()).hexdigest()
 
 
 _STATE_NAMES: dict[State, SessionState] = {State.IDLE: "idle", State.RESERVED: "reserved"}

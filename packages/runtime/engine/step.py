@@ -182,6 +182,7 @@ class Stepper:
                 labels=session.options.labels,
                 drafter_version=request.drafter_versions[-1] if request.drafter_versions else "none",
                 source="session",
+                capture=session.options.capture,
                 first_position=session.first_kept,
             )
         )

@@ -8,12 +8,14 @@ the store's index.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
 
-from runtime.config import FeaturesConfig
+from runtime.config import CaptureConfig, FeaturesConfig
 from runtime.features.ledger import Ledger
+from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore, open_store
 
 HOLD_AGE_S = 900.0  # what is younger may still be on its way from the store to the ledger
@@ -41,3 +43,14 @@ def make_room(store: FeatureStore, ledger: Ledger, num_bytes: int) -> int:
 def collect_garbage(store: FeatureStore, ledger: Ledger, max_hold_age_s: float = HOLD_AGE_S) -> int:
     """Remove what a killed writer left and rows that the ledger does not need; returns how many."""
     return store.gc(max_hold_age_s, ledger.needed())
+
+
+def retain(store: FeatureStore, ledger: Ledger, config: CaptureConfig) -> int:
+    """Delete the features of rows that the settings let live no longer; returns how many rows that concerns."""
+    refs: list[SampleRef] = []
+    if config.max_age_s is not None:
+        refs += ledger.expire(time.time() - config.max_age_s)
+    if config.max_trained_rows is not None:
+        refs += ledger.keep_newest_durable(config.max_trained_rows)
+    store.delete(refs)
+    return len(refs)

@@ -1,19 +1,24 @@
 """The tap: finished turns of live traffic become training rows, without the engine ever waiting.
 
 `offer` decides in microseconds and puts the turn into a bounded queue; one writer thread cuts it into rows, copies the
-hidden states to the CPU in the stored dtype, and puts them into the store and the ledger. What does not fit is shed and
-counted by reason. Whether a session consents is the engine's to know: it offers only what may be kept.
+hidden states to the CPU in the stored dtype, has them redacted and classified, and puts them into the store and the ledger.
+What does not fit is shed and counted by reason. A killed server loses what its queue held, at most `capture.queue_max_rows`
+turns; what counts as captured is safe.
+
+Kept is what all agree to: the server (`capture.enabled`), the client's key and the session (the engine offers nothing of a
+session that is captured OFF, whoever said so), the sampling rate and the redaction hook.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -25,12 +30,14 @@ from runtime.backends.base import TargetInfo
 from runtime.config import CaptureConfig
 from runtime.errors import FeatureBudgetExceeded, FeatureError
 from runtime.features.cut import Cut, cut_turn
+from runtime.features.hooks import Hook, checked_slice, redacted
 from runtime.features.ledger import Ledger
-from runtime.features.plane import collect_garbage, make_room
-from runtime.features.refs import SampleMeta, unit_hash
+from runtime.features.plane import collect_garbage, make_room, retain
+from runtime.features.refs import SLICE_LABEL, SampleMeta, unit_hash
 from runtime.features.row import FeatureRow
 from runtime.features.store import FeatureStore
 from runtime.hidden_states import HiddenStates
+from runtime.types import Switch
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +45,22 @@ LOG_EVERY_S = 60.0
 GC_EVERY_S = 300.0
 HEADER_BYTES = 512  # of a row's file, at most
 
-Redact = Callable[[tuple[int, ...]], bool]
-
 
 class Outcome(StrEnum):
-    """What became of what was offered. OFFERED and CUT count up; TRUNCATED is a remark; the rest sum to OFFERED + CUT."""
+    """What became of what was offered. OFFERED and CUT count up; TRUNCATED, MASKED and UNCLASSIFIED are remarks on captured
+    rows; EXPIRED ones were captured once; the rest sum to OFFERED + CUT."""
 
     OFFERED = "offered"  # turns
     CUT = "cut"  # rows beyond the first that a long turn was cut into
     TRUNCATED = "truncated"  # rows that lost the start of their prompt to max_row_tokens
+    MASKED = "masked"  # rows of which the redaction hook took tokens
+    UNCLASSIFIED = "unclassified"  # turns whose classifier failed: their rows are of no slice
+    EXPIRED = "expired"  # rows whose features capture.max_age_s or max_trained_rows took away
     CAPTURED = "captured"
     DUPLICATE = "duplicate"
     REDACTED = "redacted"
     SKIPPED_SHORT = "skipped_short"
+    SKIPPED_NO_CONSENT = "skipped_no_consent"  # the session did not ask for capture, and the server does not by default
     SKIPPED_SAMPLED_OUT = "skipped_sampled_out"
     SHED_QUEUE_FULL = "shed_queue_full"
     SHED_BUDGET = "shed_budget"
@@ -58,6 +68,7 @@ class Outcome(StrEnum):
     SHED_DROPPED = "shed_dropped"  # a cache policy had dropped the states that the row would start with
     FAILED_IO = "failed_io"
     FAILED_NON_FINITE = "failed_non_finite"
+    FAILED_REDACTION = "failed_redaction"  # nothing is kept that a hook might have taken away
     FAILED_UNEXPECTED = "failed_unexpected"
 
 
@@ -72,6 +83,7 @@ class CapturedTurn:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     drafter_version: str = ""
     source: str = "session"
+    capture: Switch = Switch.INHERIT  # what the session said
     first_position: int = 0  # more: the session's cache policy dropped tokens, and states with them
 
     def __post_init__(self) -> None:
@@ -105,7 +117,9 @@ class FeatureTap:
         target_info: TargetInfo,
         tokenizer_hash: str = "",
         vocabulary_hash: str = "",
-        redact: Redact | None = None,  # True for the tokens of a row that must not be kept
+        redact: Hook | None = None,
+        classify: Hook | None = None,
+        decode: Callable[[Sequence[int]], str] = lambda token_ids: "",  # the text that hooks are given
         queue_max_bytes: int = 1 << 30,  # hidden states waiting for the writer
     ) -> None:
         self._store = store
@@ -116,6 +130,8 @@ class FeatureTap:
         self._tokenizer_hash = tokenizer_hash
         self._vocabulary_hash = vocabulary_hash
         self._redact = redact
+        self._classify = classify
+        self._decode = decode
         self._queue_max_bytes = queue_max_bytes
         self._wake = threading.Condition()
         self._queue: deque[CapturedTurn] = deque()
@@ -140,6 +156,8 @@ class FeatureTap:
         return refusal is None
 
     def _refusal(self, turn: CapturedTurn) -> Outcome | None:
+        if turn.capture is not Switch.ON and not (turn.capture is Switch.INHERIT and self._config.by_default):
+            return Outcome.SKIPPED_NO_CONSENT
         if turn.generated.count(True) < self._config.min_generated_tokens or len(turn.token_ids) < 2:
             return Outcome.SKIPPED_SHORT
         if unit_hash("capture", f"{turn.session_id}:{len(turn.token_ids)}") >= self._config.sampling_rate:
@@ -192,7 +210,7 @@ class FeatureTap:
                 self._write_turn(turn)
             del turn  # or its tensors would live until the next one comes
             if time.monotonic() >= self._next_gc_at:
-                self._next_gc_at = time.monotonic() + GC_EVERY_S
+                self._next_gc_at = time.monotonic() + min(GC_EVERY_S, (self._config.max_age_s or math.inf) / 10)
                 self._keep_house()
 
     def _take(self) -> CapturedTurn | None:
@@ -209,26 +227,40 @@ class FeatureTap:
     def _write_turn(self, turn: CapturedTurn) -> None:
         cuts = cut_turn(turn.generated, self._config.max_row_tokens)
         self._count(Outcome.CUT, len(cuts) - 1)
+        labels = self._labels(turn, cuts)
         for index, cut in enumerate(cuts):
-            self._count(self._guarded_write(turn, index, cut))
+            self._count(self._guarded_write(turn, labels, index, cut))
 
-    def _guarded_write(self, turn: CapturedTurn, index: int, cut: Cut) -> Outcome:
+    def _labels(self, turn: CapturedTurn, cuts: Sequence[Cut]) -> Mapping[str, str]:
+        """The turn's own labels; the slice by the classifier, unless the client named it."""
+        if self._classify is None or SLICE_LABEL in turn.labels:
+            return turn.labels
+        token_ids = turn.token_ids[cuts[0].start : cuts[-1].stop]
+        try:
+            return {**turn.labels, SLICE_LABEL: checked_slice(self._classify(token_ids, self._decode(token_ids)))}
+        except Exception as error:  # a guest's code may raise anything
+            self._log_rarely(error)
+            self._count(Outcome.UNCLASSIFIED)
+            return turn.labels
+
+    def _guarded_write(self, turn: CapturedTurn, labels: Mapping[str, str], index: int, cut: Cut) -> Outcome:
         """The boundary of the thread: whatever one row does, the next one is still written and the server still serves."""
         try:
-            return self._write_row(turn, index, cut)
+            return self._write_row(turn, labels, index, cut)
         except FeatureBudgetExceeded:
             return Outcome.SHED_BUDGET
         except FeatureError as error:
             self._log_rarely(error)
             return Outcome.FAILED_IO
-        except Exception as error:  # a redaction hook or a device may raise anything
+        except Exception as error:  # a device may raise anything
             self._log_rarely(error)
             return Outcome.FAILED_UNEXPECTED
 
-    def _write_row(self, turn: CapturedTurn, index: int, cut: Cut) -> Outcome:
-        token_ids = turn.token_ids[cut.start : cut.stop]
-        if self._redact is not None and self._redact(token_ids):
-            return Outcome.REDACTED
+    def _write_row(self, turn: CapturedTurn, labels: Mapping[str, str], index: int, cut: Cut) -> Outcome:
+        turn_key = f"{self._run_id}:{turn.session_id}:{hashlib.sha256(array('q', turn.token_ids).tobytes()).hexdigest()}"
+        meta = self._meta(turn, turn_key, index)
+        if self._ledger.known([meta.sample_id]):
+            return Outcome.DUPLICATE
         if not self._has_room(turn, cut):
             return Outcome.SHED_BUDGET  # before the states are copied for nothing
         hidden = _copy_positions(turn.hidden, cut.start, cut.stop - 1, self._store.dtype)
@@ -236,13 +268,27 @@ class FeatureTap:
             return Outcome.FAILED_NON_FINITE
         generated = torch.tensor(turn.generated[cut.start : cut.stop])
         generated[: cut.taught_from - cut.start] = False
-        row = FeatureRow(torch.tensor(token_ids), generated, hidden, turn.labels)
-        turn_key = f"{self._run_id}:{turn.session_id}:{hashlib.sha256(array('q', turn.token_ids).tobytes()).hexdigest()}"
-        if not self._store_row(self._meta(turn, turn_key, index), row, unit_hash("split", turn_key)):
+        whole = FeatureRow(torch.tensor(turn.token_ids[cut.start : cut.stop]), generated, hidden, labels)
+        row = self._redacted(whole)
+        if not isinstance(row, FeatureRow):
+            return row
+        if not self._store_row(meta, row, unit_hash("split", turn_key)):
             return Outcome.DUPLICATE
         if cut.start > 0 and index == 0:
             self._count(Outcome.TRUNCATED)
+        if row is not whole:
+            self._count(Outcome.MASKED)
         return Outcome.CAPTURED
+
+    def _redacted(self, row: FeatureRow) -> FeatureRow | Outcome:
+        if self._redact is None:
+            return row
+        token_ids = tuple(row.token_ids.tolist())
+        try:
+            return redacted(row, self._redact(token_ids, self._decode(token_ids))) or Outcome.REDACTED
+        except Exception as error:  # a guest's code may raise anything; nothing is kept then
+            self._log_rarely(error)
+            return Outcome.FAILED_REDACTION
 
     def _meta(self, turn: CapturedTurn, turn_key: str, index: int) -> SampleMeta:
         return SampleMeta(
@@ -277,6 +323,7 @@ class FeatureTap:
 
     def _keep_house(self) -> None:
         try:
+            self._count(Outcome.EXPIRED, retain(self._store, self._ledger, self._config))
             collect_garbage(self._store, self._ledger)
         except (FeatureError, OSError) as error:
             self._log_rarely(error)

@@ -7,9 +7,12 @@ cannot end his own turn and speak as the system.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,17 @@ class Tokenizer:
     def to_json(self) -> str:
         """The whole tokenizer, as tokenizer.json writes it."""
         return self._backend.to_str()
+
+    @cached_property
+    def hash(self) -> str:
+        """Of the whole tokenizer: equal hashes, equal ids for equal texts."""
+        return sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """Of which token each id stands for, whatever text is split how."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return sha256(json.dumps(sorted((token_id, token) for token, token_id in vocabulary.items())).encode()).hexdigest()
 
     def min_tokens(self, num_chars: int) -> int:
         """A text of so many characters cannot have fewer ids. (One whose tokenizer removes characters may; by a little.)"""

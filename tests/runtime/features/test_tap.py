@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from runtime.features import (
     Tap,
 )
 from runtime.hidden_states import HiddenStates
+from runtime.types import Switch
 
 MakeTurn = Callable[..., CapturedTurn]
 Plane = tuple[LocalDirectoryStore, Ledger]
@@ -65,7 +67,7 @@ class Gate:
         self.opened = threading.Event()
         self.entered = threading.Event()
 
-    def __call__(self, token_ids: tuple[int, ...]) -> bool:
+    def __call__(self, token_ids: tuple[int, ...], text: str) -> bool:
         self.entered.set()
         assert self.opened.wait(30)
         return False
@@ -235,34 +237,111 @@ def test_sampling_is_deterministic_and_about_right(plane: Plane, target_info: Ta
 
 
 def test_redacted_rows_are_never_written(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
-    seen: list[tuple[int, ...]] = []
+    seen: list[tuple[tuple[int, ...], str]] = []
 
-    def redact(token_ids: tuple[int, ...]) -> bool:
-        seen.append(token_ids)
+    def redact(token_ids: tuple[int, ...], text: str) -> bool:
+        seen.append((token_ids, text))
         return len(token_ids) == 41
 
-    with tapping(plane, target_info, redact=redact) as tap:
+    with tapping(plane, target_info, redact=redact, decode=lambda token_ids: f"{len(token_ids)} tokens") as tap:
         tap.offer(make_turn("a", num_tokens=41))
         tap.offer(make_turn("b", num_tokens=40))
     assert _nonzero(tap) == {"offered": 2, "captured": 1, "redacted": 1}
-    assert seen[1] == make_turn("b").token_ids
+    assert seen[1] == (make_turn("b").token_ids, "40 tokens")
     assert [row.num_tokens for row in _rows(plane)] == [40]
 
 
 def test_a_hook_that_fails_keeps_nothing_and_the_tap_lives(
     plane: Plane, target_info: TargetInfo, make_turn: MakeTurn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def redact(token_ids: tuple[int, ...]) -> bool:
+    def redact(token_ids: tuple[int, ...], text: str) -> object:
         if len(token_ids) == 41:
             raise LookupError("no such list")
-        return False
+        return [True, False] if len(token_ids) == 42 else None
 
     with tapping(plane, target_info, redact=redact) as tap:
         for name in "abc":
             tap.offer(make_turn(name, num_tokens=41))
+        tap.offer(make_turn("e", num_tokens=42))  # an answer of another form: who knows what was meant
         tap.offer(make_turn("d"))
-    assert _nonzero(tap) == {"offered": 4, "captured": 1, "failed_unexpected": 3}
+    assert _nonzero(tap) == {"offered": 5, "captured": 1, "failed_redaction": 4}
+    assert plane[0].health().num_rows == 1
     assert len([record for record in caplog.records if "no such list" in record.getMessage()]) == 1  # said once
+
+
+def test_masked_tokens_are_in_no_row(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turn = make_turn("a", num_tokens=40, num_generated=20)
+    secret = {turn.token_ids[5], turn.token_ids[30]}
+
+    def redact(token_ids: tuple[int, ...], text: str) -> list[bool]:
+        return [token_id in secret for token_id in token_ids]
+
+    with tapping(plane, target_info, redact=redact) as tap:
+        tap.offer(turn)
+    [row] = _rows(plane)
+    kept = [0 if token_id in secret else token_id for token_id in turn.token_ids]
+    assert row.token_ids.tolist() == kept
+    assert [index for index in range(20, 40) if not row.generated[index]] == [30, 31]
+    for states in (row.hidden.aux, row.hidden.last):
+        assert [index for index in range(39) if not states[index].any()] == [5, 30]
+    assert _nonzero(tap) == {"offered": 1, "captured": 1, "masked": 1}
+
+
+def test_consent_is_the_servers_and_the_sessions(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    turns = [replace(make_turn(switch.value), capture=switch) for switch in (Switch.ON, Switch.INHERIT, Switch.OFF)]
+    with tapping(plane, target_info, replace(CONFIG, by_default=False)) as tap:
+        assert [tap.offer(turn) for turn in turns] == [True, False, False]
+    assert _nonzero(tap) == {"offered": 3, "captured": 1, "skipped_no_consent": 2}
+    with tapping(plane, target_info, CONFIG) as tap:
+        assert [tap.offer(replace(turn, session_id="other")) for turn in turns] == [True, True, False]
+
+
+def test_a_classifier_names_the_slice_unless_the_client_did(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    def classify(token_ids: tuple[int, ...], text: str) -> str:
+        if text == "39 tokens":
+            raise RuntimeError("cannot tell")
+        return "" if text == "38 tokens" else f"of {text}"
+
+    with tapping(plane, target_info, classify=classify, decode=lambda token_ids: f"{len(token_ids)} tokens") as tap:
+        tap.offer(make_turn("a", num_tokens=40))
+        tap.offer(replace(make_turn("b", num_tokens=40), labels={"slice": "mine", "kind": "x"}))
+        tap.offer(make_turn("c", num_tokens=39))
+        tap.offer(make_turn("d", num_tokens=38))
+    refs = {ref.source.removeprefix("session/"): ref for ref in plane[1].lease("reader", 9, 60)}
+    assert {name: ref.slice for name, ref in refs.items()} == {"a": "of 40 tokens", "b": "mine", "c": "", "d": ""}
+    assert refs["a"].labels == {"kind": "test", "slice": "of 40 tokens"}
+    assert _nonzero(tap) == {"offered": 4, "captured": 4, "unclassified": 2}
+
+
+def test_every_slice_has_its_held_out_rows(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    config = CaptureConfig(heldout_fraction=0.5, heldout_max_rows=6, queue_max_rows=200)
+    with tapping(plane, target_info, config) as tap:
+        for index in range(60):
+            slice_name = "rare" if index % 10 == 0 else "common"
+            tap.offer(replace(make_turn(f"s{index}"), labels={"slice": slice_name}))
+    counts = Counter(ref.slice for ref in plane[1].heldout())
+    assert set(counts) == {"rare", "common"}
+    assert sum(counts.values()) == 6
+
+
+def test_retention_takes_old_features_away_and_says_so(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
+    store, ledger = plane
+    with tapping(plane, target_info) as tap:
+        for name in "abc":
+            tap.offer(make_turn(name))
+    leased = ledger.lease("run", 2, 600)
+    ledger.record_checkpoint("run", "c", 1, [ref.sample_id for ref in leased])
+    with tapping(plane, target_info, replace(CONFIG, max_trained_rows=1)) as tap:
+        _wait_until(lambda: tap.counters()["expired"] == 1)
+    assert [store.exists(ref) for ref in leased] == [False, True]
+    old = [ref for ref in ledger.trainable() if ref.sample_id not in {each.sample_id for each in leased}]
+    config = replace(CONFIG)
+    config.max_age_s = 0.001  # as if a day had passed
+    with tapping(plane, target_info, config) as tap:
+        _wait_until(lambda: tap.counters()["expired"] == 2)
+    assert store.used_bytes() == 0
+    assert not store.exists(old[0])
+    assert ledger.status() == {"pending": 0, "leased": 0, "durable": 2, "failed": 1, "heldout": 0}
 
 
 def test_states_that_are_not_finite_are_refused(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:

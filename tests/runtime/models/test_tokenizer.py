@@ -171,3 +171,21 @@ def test_a_missing_or_damaged_tokenizer_is_one_sentence(tmp_path: Path, content:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+def test_hashes_tell_what_ids_mean_and_how_texts_are_split(
+    tiny_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    for path in ("again", "other"):
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "tokenizer.json").write_text(tiny_tokenizer.to_json())
+        (tmp_path / path / "config.json").write_text('{"model_type": "llama"}')
+    again = Tokenizer.load(tmp_path / "again")
+    assert (again.hash, again.vocabulary_hash) == (tiny_tokenizer.hash, tiny_tokenizer.vocabulary_hash)
+    other = json.loads(tiny_tokenizer.to_json())
+    other["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(other))
+    lower = Tokenizer.load(tmp_path / "other")
+    assert lower.hash != tiny_tokenizer.hash
+    assert lower.vocabulary_hash == tiny_tokenizer.vocabulary_hash
+    assert sentencepiece_tokenizer.vocabulary_hash != tiny_tokenizer.vocabulary_hash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ class SavedSessions:
         self._being_written.add(name)
         try:
             yield path
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # half of it is nothing
+            raise
         finally:
             self._being_written.discard(name)
 

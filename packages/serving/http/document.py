@@ -35,6 +35,7 @@ _ERROR = {
     },
 }
 _PROBES = ("/livez", "/readyz", "/healthz")
+_STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/sessions/{session_id}/generate")
 
 
 def install(app: FastAPI) -> None:
@@ -59,6 +60,8 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
+            if path in _STREAMS:
+                responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
             for status, text in _REFUSALS.items():
                 # A probe answers 503 with its own body.
                 responses.setdefault(status, {"description": text} | ({} if path in _PROBES else {"content": content}))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from runtime.eagle3 import RejectReason
@@ -62,7 +62,7 @@ def health_router(state: Callable[[], str], describe: Callable[[], Json], metric
         now = state()
         return JSONResponse({"status": now, **describe()}, 200 if now == "serving" else 503)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     def scrape() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -33,7 +33,7 @@ from serving.auth import Keys
 from serving.config import ServingConfig
 from serving.drafter_servicer import DrafterServicer
 from serving.features_service import FeatureServicer
-from serving.generations import Generations
+from serving.generations import Generations, Observer
 from serving.grpc_server import GrpcServer
 from serving.http.app import create_app
 from serving.http.openai import ServedModel
@@ -44,6 +44,7 @@ from serving.prompts import Prompts
 from serving.saved_sessions import SavedSessions
 from serving.servicers import RuntimeServicer
 from serving.session_calls import SessionCalls
+from serving.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +149,21 @@ class Server:
             )
 
     async def _serve(self, parts: Parts, grpc: GrpcServer, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        generations = Generations(parts.engine, self.admission, self.metrics.new_request)
+        endpoint = self.config.tracing.endpoint
+        tracing = None if endpoint is None else Tracing.to(endpoint, parts.resolved.name)
+        observers: list[Callable[[], Observer]] = [self.metrics.new_request]
+        if tracing is not None:
+            observers.append(tracing.new_request)
+        generations = Generations(parts.engine, self.admission, observers)
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
         saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
         calls = SessionCalls(parts.engine, generations, prompts, saved, default_ttl_s=ttl_s)
         self._register(parts, grpc, calls)
-        http = HttpServer(self._app(parts, generations, prompts, calls), tls.uvicorn_settings(self.config.tls))
+        app = self._app(parts, generations, prompts, calls)
+        if tracing is not None:
+            tracing.instrument(app)
+        http = HttpServer(app, tls.uvicorn_settings(self.config.tls))
         parts.start()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         watching = asyncio.create_task(self._tell_when_engine_fails(parts, grpc))
@@ -169,6 +178,8 @@ class Server:
             await asyncio.to_thread(parts.stop)
             http.should_exit = True
             await asyncio.gather(serving, grpc.stop(GOODBYE_S))
+            if tracing is not None:
+                await asyncio.to_thread(tracing.stop)
 
     def _register(self, parts: Parts, grpc: GrpcServer, calls: SessionCalls) -> None:
         RuntimeServicer(calls, grpc.gate).register_at(grpc)

@@ -136,6 +136,15 @@ class TlsConfig:
 
 
 @dataclass
+class TracingConfig:
+    endpoint: str | None = None  # an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces; null: no traces
+
+    def __post_init__(self) -> None:
+        ok = self.endpoint is None or bool(re.fullmatch(r"https?://\S+", self.endpoint))
+        require(ok, "tracing.endpoint", self.endpoint, "a URL, such as http://127.0.0.1:4318/v1/traces, or null")
+
+
+@dataclass
 class ServingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -150,6 +159,7 @@ class ServingConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     state_dir: str | None = None  # where server and trainer meet; null: <SLIPSTREAM_HOME>/state
 
     def __post_init__(self) -> None:

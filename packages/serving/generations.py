@@ -13,24 +13,32 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from runtime.engine.base import Engine, Generation
 from runtime.errors import InvalidRequest, SessionBusy, SlipstreamError
 from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Tokens
 from serving.admission import Admission
-from serving.metrics import Latencies
 
 log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Watches one generation from the request's arrival on. Made when it arrives, so that waiting for a permit counts."""
+
+    def see(self, event: Event, at: float) -> None:
+        """`at`: time.perf_counter() when the engine sent the event."""
+        ...
 
 
 class Stream:
     """The events of one generation: Started, Tokens..., Done. A Failed is raised as its error."""
 
-    def __init__(self, latencies: Latencies, on_end: Callable[[], None]) -> None:
+    def __init__(self, observers: Sequence[Observer], on_end: Callable[[], None]) -> None:
         self.generation: Generation | None = None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._latencies = latencies
+        self._observers = observers
         self._on_end = on_end
 
     def put(self, event: Event) -> None:
@@ -38,7 +46,8 @@ class Stream:
         self._loop.call_soon_threadsafe(self._take, event, time.perf_counter())
 
     def _take(self, event: Event, at: float) -> None:
-        self._latencies.see(event, at)
+        for observer in self._observers:
+            observer.see(event, at)
         self._events.put_nowait(event)
         if isinstance(event, Done | Failed):
             self._on_end()
@@ -60,11 +69,14 @@ class Stream:
 
 
 class Generations:
-    def __init__(self, engine: Engine, admission: Admission, latencies: Callable[[], Latencies]) -> None:
+    def __init__(self, engine: Engine, admission: Admission, new_observers: Sequence[Callable[[], Observer]]) -> None:
         self._engine = engine
         self._admission = admission
-        self._latencies = latencies
+        self._new_observers = new_observers
         self._awaiting: set[str] = set()  # sessions whose generation waits for a permit
+
+    def _observers(self) -> list[Observer]:
+        return [new() for new in self._new_observers]
 
     def check_free(self, session_id: str) -> None:
         """SessionBusy while a generation runs on the session or waits for its permit; SessionNotFound."""
@@ -81,13 +93,13 @@ class Generations:
     ) -> Stream:
         """Continue a session that somebody else owns."""
         self.check_free(session_id)  # what cannot work does not wait for a permit
-        latencies = self._latencies()
+        observers = self._observers()
         self._awaiting.add(session_id)
         try:
             permit = await self._admission.acquire()
         finally:
             self._awaiting.discard(session_id)
-        stream = Stream(latencies, on_end=permit.release)
+        stream = Stream(observers, on_end=permit.release)
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
             stream.generation = self._engine.generate(
@@ -110,7 +122,7 @@ class Generations:
         """
         if session_id is not None and len(asked) > 1:
             raise InvalidRequest("n", f"x-session-id binds one answer to one session; this request asks for {len(asked)}.")
-        arrived = [self._latencies() for _ in asked]
+        arrived = [self._observers() for _ in asked]
         permit = await self._admission.acquire()
         num_left = len(asked)
 
@@ -123,9 +135,9 @@ class Generations:
         streams: list[Stream] = []
         with contextlib.ExitStack() as undo:
             undo.callback(permit.release)
-            for (prompt, params), latencies in zip(asked, arrived, strict=True):
+            for (prompt, params), observers in zip(asked, arrived, strict=True):
                 session = self._engine.open_session(prompt, options, session_id)
-                stream = Stream(latencies, on_end=end)
+                stream = Stream(observers, on_end=end)
                 stream.generation = self._engine.generate(session.session_id, params, on_event=stream.put)
                 undo.callback(stream.cancel)
                 streams.append(stream)

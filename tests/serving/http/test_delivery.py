@@ -206,7 +206,7 @@ DONE = Done("stop", None, Usage(3, 1, 0), SpeculationStats(), (), 4)
 async def respond(events: list[tuple[float, Any]], ping_interval_s: float) -> Asgi:
     """What a client sees when these events come after these delays."""
     asgi = Asgi()
-    stream = Stream(ServerMetrics().new_request(), on_end=lambda: None)
+    stream = Stream([ServerMetrics().new_request()], on_end=lambda: None)
     answer = Answer(STARTED, [TextShape(None)], model="tiny", is_chat=False, num_prompts=1, has_usage=False)
     response = EventStream(Choices([stream], STARTED), answer, ping_interval_s)
     answering = asyncio.create_task(response({"type": "http"}, asgi.receive, asgi.send))

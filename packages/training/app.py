@@ -24,7 +24,10 @@ from safetensors import SafetensorError
 from runtime.config import StoreKind, require
 from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
+from runtime.features.leases import Leases, Rows
+from runtime.features.ledger import Ledger
 from runtime.features.plane import open_feature_plane
+from runtime.features.store import FeatureStore
 from runtime.files import TEMPORARY_PREFIX
 from runtime.models import absolute, home
 from training import plot
@@ -54,8 +57,8 @@ def run(config: TrainingConfig) -> int:
 
 
 def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
-    run_dir = state_dir / "training" / config.trainer.run_id
-    with _only_one(run_dir, config.trainer.run_id), _stopping(STOP_SIGNALS) as stop:
+    run_dir = state_dir / "training" / config.trainer.name
+    with _only_one(run_dir, config.trainer.name), _stopping(STOP_SIGNALS) as stop:
         _clean(run_dir)
         provenance(run_dir, config)
         _take_a_modest_share(config)
@@ -72,18 +75,39 @@ def train(shop: Workshop) -> None:
     if shop.config.mode is Mode.INTERLEAVED:
         _, _, run_interleaved = build_online_eagle3_runtime(shop)
         run_interleaved()
-        return
-    config = shop.config
-    root = config.features.root
-    features_root = shop.state_dir / "features" if root is None else absolute("features.root", root)
-    is_shared = config.features.store is not StoreKind.MEMORY
-    require(is_shared, "features.store", config.features.store.value, "directory or mooncake: no other process reads a memory")
-    store, ledger = open_feature_plane(features_root, config.features)
-    told = (shop.target.name, features_root, shop.run_dir, shop.registry.root)
-    logger.info("%s: rows from %s, run in %s, versions to %s", *told)
-    stream_of = OnlineStream if config.mode is Mode.ONLINE else OfflineStream
-    stream = stream_of(store, ledger, config.trainer.run_id, config.data, shop.check, config.trainer.seed)
-    make_trainer(shop, store, ledger).fit(stream)
+    elif shop.source is not None:
+        with shop.source as server:
+            _tell(shop, server.address)
+            make_trainer(shop, server.rows, server.rows).fit(_online(shop, server.rows, server.rows))
+    else:
+        store, ledger = _open_plane(shop)
+        is_online = shop.config.mode is Mode.ONLINE
+        stream = _online(shop, store, ledger) if is_online else _offline(shop, store, ledger)
+        make_trainer(shop, store, ledger).fit(stream)
+
+
+def _online(shop: Workshop, store: Rows, ledger: Leases) -> OnlineStream:
+    trainer = shop.config.trainer
+    return OnlineStream(store, ledger, trainer.name, shop.config.data, shop.check, trainer.seed)
+
+
+def _offline(shop: Workshop, store: FeatureStore, ledger: Ledger) -> OfflineStream:
+    trainer = shop.config.trainer
+    return OfflineStream(store, ledger, trainer.name, shop.config.data, shop.check, trainer.seed)
+
+
+def _open_plane(shop: Workshop) -> tuple[FeatureStore, Ledger]:
+    config = shop.config.features
+    root = shop.state_dir / "features" if config.root is None else absolute("features.root", config.root)
+    is_shared = config.store is not StoreKind.MEMORY
+    require(is_shared, "features.store", config.store.value, "directory or mooncake: no other process reads a memory")
+    _tell(shop, str(root))
+    return open_feature_plane(root, config)
+
+
+def _tell(shop: Workshop, rows_from: str) -> None:
+    places = (shop.target.name, rows_from, shop.run_dir, shop.registry.root)
+    logger.info("%s: rows from %s, run in %s, versions to %s", *places)
 
 
 def _log_to(console: Console) -> None:

@@ -21,7 +21,8 @@ from training.config import Mode, TrainingConfig
 from training.data import Check
 from training.learner import Learner
 from training.progress import Progress
-from training.publish import Baseline, Gate
+from training.publish import Baseline, Gate, Versions
+from training.source import Source
 from training.start import row_check, starting_drafter
 from training.target_weights import TargetWeights, load_target_weights
 from training.trainer import Trainer
@@ -36,7 +37,8 @@ class Workshop:
     run_dir: Path
     resolved: ResolvedModel
     target: TargetWeights
-    registry: Registry
+    registry: Versions
+    source: Source | None  # a server; None: everything is here
     start: Baseline
     check: Check
     progress: Progress
@@ -52,8 +54,10 @@ def prepare(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Pr
     require(is_there, "trainer.draft_vocab_size", size, f"at most {target.vocab_size}, the vocabulary of {target.name}, or null")
     root = config.registry.root
     registry = Registry(state_dir / "registry" if root is None else absolute("registry.root", root))
-    start = starting_drafter(config.trainer.init, registry, target)
-    return Workshop(config, state_dir, run_dir, resolved, target, registry, start, row_check(target), progress, stop)
+    source = None if config.source is None else Source(config.source, config.remote, target, registry)
+    versions = registry if source is None else source.versions
+    start = starting_drafter(config.trainer.init, versions, target)
+    return Workshop(config, state_dir, run_dir, resolved, target, versions, source, start, row_check(target), progress, stop)
 
 
 def make_trainer(

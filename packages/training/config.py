@@ -23,6 +23,7 @@ from runtime.config import (
 )
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WORKER = re.compile(r"[A-Za-z0-9._-]{0,32}")
 
 
 class Mode(Choice):
@@ -54,6 +55,7 @@ class GateConfig:
 @dataclass
 class TrainerConfig:
     run_id: str = "default"  # a run with this name in the state directory is resumed
+    worker: str = ""  # one of several trainers that share a run's rows: each leases its own, and has checkpoints of its own
     init: str = "auto"  # auto (the active version, else the embedded drafter, else scratch), scratch, or a checkpoint directory
     seed: int = 0
     num_threads: int | None = None  # CPU threads; None: half of the cores online (a server needs the others), all offline
@@ -79,6 +81,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         ok = RUN_ID.fullmatch(self.run_id) is not None
         require(ok, "trainer.run_id", self.run_id, "letters, digits, '.', '_' or '-', at most 64 of them")
+        ok = WORKER.fullmatch(self.worker) is not None
+        require(ok, "trainer.worker", self.worker, "letters, digits, '.', '_' or '-', at most 32 of them")
         require(bool(self.init.strip()), "trainer.init", self.init, "auto, scratch or a checkpoint directory")
         require(0 <= self.seed < 2**63, "trainer.seed", self.seed, "a whole number from 0")
         require_threads("trainer.num_threads", self.num_threads)
@@ -93,6 +97,11 @@ class TrainerConfig:
         require(ok, "trainer.draft_vocab_size", self.draft_vocab_size, "at least 2, or null")
         require(self.vocabulary_tokens >= 1, "trainer.vocabulary_tokens", self.vocabulary_tokens, "at least 1")
         self._check_intervals()
+
+    @property
+    def name(self) -> str:
+        """Who leases, for a ledger and on disk."""
+        return f"{self.run_id}@{self.worker}" if self.worker else self.run_id
 
     def _check_intervals(self) -> None:
         for name in ("checkpoint_every_s", "evaluate_every_s", "settle_s"):
@@ -164,6 +173,25 @@ class ProducerConfig:
 
 
 @dataclass
+class RemoteConfig:
+    """How to reach the server that `source` names."""
+
+    api_key_file: str | None = None  # holds a key that the server marks admin; null for a server without keys
+    ca: str | None = None  # PEM, for grpcs://: who signed the server's certificate; null: the system's authorities
+    certificate: str | None = None  # PEM, with private_key: this client's, where the server asks for one
+    private_key: str | None = None
+    patience_s: float = 60.0  # how long to wait for a server that does not answer, say while it is started again
+
+    def __post_init__(self) -> None:
+        for name in ("api_key_file", "ca", "certificate", "private_key"):
+            value = getattr(self, name)
+            require(value is None or bool(value.strip()), f"remote.{name}", value, "a file, or null")
+        ok = (self.certificate is None) == (self.private_key is None)
+        require(ok, "remote.private_key", self.private_key, "given together with remote.certificate")
+        require(0 < self.patience_s <= 3600, "remote.patience_s", self.patience_s, "more than 0 seconds and at most 3600")
+
+
+@dataclass
 class TrainingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
@@ -174,6 +202,8 @@ class TrainingConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     mode: Mode = Mode.ONLINE
+    source: str | None = None  # grpc://HOST:PORT or grpcs://HOST:PORT: a server's rows; null: those of features.root
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     state_dir: str | None = None  # None: `state` in the home directory of the models
 
     def __post_init__(self) -> None:
@@ -181,5 +211,7 @@ class TrainingConfig:
         ok = (self.mode is Mode.INTERLEAVED) == (self.data.prompts is not None)
         expected = "a file of conversations with mode=interleaved, and null in other modes"
         require(ok, "data.prompts", self.data.prompts, expected)
+        ok = self.source is None or self.mode is Mode.ONLINE
+        require(ok, "source", self.source, "null unless mode=online: a server gives rows to be consumed")
         ok = self.model.dtype is not Dtype.BFLOAT16
         require(ok, "model.dtype", self.model.dtype.value, "auto or float32: a drafter is trained in float32")

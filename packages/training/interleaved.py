@@ -122,7 +122,7 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
 
     ConfigError if the prompts cannot be used, or if the watermarks are below what one step takes.
     """
-    config, run_id = shop.config, shop.config.trainer.run_id
+    config, run_id = shop.config, shop.config.trainer.name
     assert config.data.prompts is not None  # checked by TrainingConfig
     target = load_target(config.backend, config.model, shop.resolved)
     tokenizer = Tokenizer.load(shop.resolved.path)

@@ -10,9 +10,10 @@ exported checkpoint, byte for byte what a server would load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from runtime.drafters.ngram import NgramDrafter
 from runtime.errors import DrafterRejected, FeatureError
 from runtime.features.leases import Leases, Rows
 from runtime.features.refs import SampleRef
-from runtime.registry import Registry, VersionRecord, VersionState
+from runtime.registry import VersionRecord, VersionState
 from runtime.types import SpeculationStats
 from training.batches import TrainingRow
 from training.config import GateConfig
@@ -76,6 +77,30 @@ def lower_bound(
     return float(np.quantile(differences, 1.0 - confidence, method="lower"))
 
 
+class Versions(Protocol):
+    """What the gate asks of a registry, whether it lies in a directory here or behind a server. Contracts: at `Registry`."""
+
+    @property
+    def root(self) -> Path: ...
+
+    def active(self) -> str | None: ...
+
+    def path(self, version: str) -> Path: ...
+
+    def get(self, version: str) -> VersionRecord: ...
+
+    def publish(
+        self,
+        checkpoint_dir: Path,
+        *,
+        parent: str | None,
+        step: int,
+        target_fingerprint: str,
+        metrics: Mapping[str, float],
+        notes: str = "",
+    ) -> str: ...
+
+
 class Gate:
     """Judges candidates on held-out rows and publishes those that pass."""
 
@@ -84,7 +109,7 @@ class Gate:
         config: GateConfig,
         store: Rows,
         ledger: Leases,
-        registry: Registry,
+        registry: Versions,
         *,
         check: Check,
         embedding: torch.Tensor,  # [V, Ht]

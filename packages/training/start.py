@@ -17,12 +17,12 @@ from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, load, ver
 from runtime.errors import ConfigError
 from runtime.features.refs import SampleRef
 from runtime.models import absolute
-from runtime.registry import Manifest, Registry
+from runtime.registry import Manifest
 from training.batches import TrainingRow
 from training.config import TrainerConfig
 from training.data import Check
 from training.learner import Learner, conditioning
-from training.publish import NGRAM, Baseline
+from training.publish import NGRAM, Baseline, Versions
 from training.target_weights import TargetWeights
 
 AUTO, SCRATCH = "auto", "scratch"
@@ -30,7 +30,7 @@ CONTINUE_RATE, SCRATCH_RATE = 5e-4, 2e-3
 DEFAULT_VOCABULARY_SIZE = 8192
 
 
-def starting_drafter(init: str, registry: Registry, target: TargetWeights) -> Baseline:
+def starting_drafter(init: str, registry: Versions, target: TargetWeights) -> Baseline:
     """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
     if init == SCRATCH:
         return Baseline(NGRAM, None)
@@ -42,7 +42,7 @@ def starting_drafter(init: str, registry: Registry, target: TargetWeights) -> Ba
     return Baseline(version_id(directory), directory)
 
 
-def _active_or_embedded(registry: Registry, target: TargetWeights) -> Path | None:
+def _active_or_embedded(registry: Versions, target: TargetWeights) -> Path | None:
     active = registry.active()
     if active is None:
         return embedded.path_for(target.name)

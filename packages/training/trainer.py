@@ -192,7 +192,7 @@ class Trainer:
 
     def _resume(self) -> Learner | None:
         """The learner of the run's latest checkpoint; None if the run is new."""
-        latest = self._ledger.latest_checkpoint(self._config.run_id)
+        latest = self._ledger.latest_checkpoint(self._config.name)
         if latest is None:
             return None
         directory = self._checkpoints / Path(latest.path).name  # wherever the state directory is now
@@ -211,7 +211,7 @@ class Trainer:
         for name, now in self._structure.items():
             if before.get(name) != now:
                 raise ConfigError(
-                    f"{name} is {now!r}, but run {self._config.run_id!r} began with {before.get(name)!r}; keep that, or begin "
+                    f"{name} is {now!r}, but run {self._config.name!r} began with {before.get(name)!r}; keep that, or begin "
                     "another run with trainer.run_id=..."
                 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.config import Dtype, FeaturesConfig, ModelConfig, RegistryConfig
 from runtime.errors import ConfigError
-from training.config import DataConfig, GateConfig, Mode, ProducerConfig, TrainerConfig, TrainingConfig
+from training.config import DataConfig, GateConfig, Mode, ProducerConfig, RemoteConfig, TrainerConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,10 @@ from training.config import DataConfig, GateConfig, Mode, ProducerConfig, Traine
         (DataConfig, {"prompts": " "}, "data.prompts is ' '"),
         (TrainingConfig, {"mode": Mode.INTERLEAVED}, "data.prompts is None"),
         (TrainingConfig, {"data": DataConfig(prompts="file")}, "data.prompts is 'file'"),
+        (TrainerConfig, {"worker": "a/b"}, "trainer.worker is 'a/b'"),
+        (RemoteConfig, {"ca": ""}, "remote.ca is ''"),
+        (RemoteConfig, {"certificate": "file"}, "remote.private_key is None"),
+        (RemoteConfig, {"patience_s": 0.0}, "remote.patience_s is 0.0"),
         (ProducerConfig, {"max_rounds": 0}, "producer.max_rounds is 0"),
         (ProducerConfig, {"max_tokens": 1}, "producer.max_tokens is 1"),
         (ProducerConfig, {"temperature": 3.0}, "producer.temperature is 3.0"),

@@ -1,0 +1,218 @@
+"""A trainer and the server whose rows it takes, each with a state directory of its own: `source=grpc://HOST:PORT`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from runtime.errors import ConfigError, EngineUnavailable
+from runtime.registry import Registry, VersionState
+from training.app import run
+from training.config import Mode, RemoteConfig, TrainingConfig
+
+READY = re.compile(r"ready http=\S+ grpc=127\.0\.0\.1:(\d+)")
+KEY = "the-key-of-a-trainer"
+
+
+class ServerProcess:
+    """A serving program over the rows of a state directory."""
+
+    def __init__(self, state, *settings: str, port: int = 0) -> None:
+        places = [f"model.name={state.model.path}", f"state_dir={state.root}", "server.http_port=0", f"server.grpc_port={port}"]
+        command = [sys.executable, "-m", "serving", *places, "backend.num_threads=1", "registry.poll_s=0.05", *settings]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._said: list[str] = []
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._said.extend, args=(self.process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        self.port = self._wait_ready(self.process.stdout)
+
+    def _wait_ready(self, stdout: IO[str]) -> int:
+        for line in stdout:
+            if found := READY.search(line):
+                return int(found[1])
+        self._readers[0].join()
+        raise AssertionError("".join(self._said))
+
+    @property
+    def source(self) -> str:
+        return f"grpc://127.0.0.1:{self.port}"
+
+    def end(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
+
+
+@pytest.fixture
+def serve(state) -> Iterator[Callable[..., ServerProcess]]:
+    servers: list[ServerProcess] = []
+
+    def make(*settings: str, port: int = 0) -> ServerProcess:
+        servers.append(ServerProcess(state, *settings, port=port))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        if server.process.poll() is None:
+            server.end(signal.SIGTERM)
+        for stream in (server.process.stdout, server.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def elsewhere(state, **changes: object):
+    """A run on another machine, so to say: a state directory of its own."""
+    return state.config(state_dir=str(state.root.parent / "elsewhere"), data__lease_timeout_s=600.0, **changes)
+
+
+def test_it_learns_from_a_server_and_stages_what_is_better_there(state, serve, tmp_path: Path) -> None:
+    """With a key, from its first row to a version that the server serves."""
+    names = state.add(range(24))
+    state.add(range(200, 208), split="heldout")
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps([{"name": "trainer", "key": KEY, "admin": True}]))
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    server = serve(f"auth.keys_file={keys}", "drafter=ngram")
+    settings = {
+        "source": server.source,
+        "remote": RemoteConfig(api_key_file=str(tmp_path / "key")),
+        "data__passes": 12,
+        "trainer__learning_rate": 3e-3,
+        "trainer__idle_timeout_s": 1.0,
+        "trainer__settle_s": 20.0,
+    }
+    assert run(elsewhere(state, **settings)) == 0
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+    assert state.ledger.status()["leased"] == 0
+    there = state.root.parent / "elsewhere"
+    assert not (there / "features").exists()
+    assert not (state.root / "training").exists()
+    path = Path(state.ledger.latest_checkpoint("default").path)
+    assert path.parent.parent == there / "training" / "default"
+    [published] = Registry(state.root / "registry").versions()
+    assert published.state is VersionState.ACTIVE, published.reason
+    assert published.manifest is not None
+    assert published.manifest.metrics["acceptance_length"] > 1.5
+    assert Registry(there / "registry").get(published.version).path.is_dir()
+    events = [json.loads(line) for line in (there / "training" / "default" / "metrics.jsonl").read_text().splitlines()]
+    told = [event["state"] for event in events if event["event"] == "version"]
+    assert told[-1] == "active", "the trainer hears what the server decided"
+
+    later = state.add(range(30, 34))
+    assert run(elsewhere(state, **settings)) == 0
+    assert state.ledger.consumption("default") == dict.fromkeys(names + later, 1)
+
+
+def test_two_trainers_of_one_run_share_the_rows(state, serve) -> None:
+    names: list[str] = []
+    server = serve()
+    settings = ["trainer=scratch", "trainer.vocabulary_tokens=40", "data.batch_rows=2", "data.passes=1", "data.fill_wait_s=0.1"]
+    ends = ["trainer.num_threads=1", "trainer.idle_timeout_s=2", "trainer.checkpoint_every_steps=2"]
+    places = [f"model.name={state.model.path}", f"source={server.source}"]
+    command = [sys.executable, "-m", "training", *places, *settings, *ends]
+    trainers = [
+        subprocess.Popen(
+            [*command, f"trainer.worker={n}", f"state_dir={state.root.parent / f'machine{n}'}"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    deadline = time.monotonic() + 60
+    while not all(steps(state.root.parent / f"machine{n}", f"default@{n}") for n in range(2)):  # rows keep coming until both work
+        assert time.monotonic() < deadline
+        if state.ledger.status()["pending"] < 4:
+            names += state.add(range(len(names), len(names) + 4))
+        time.sleep(0.05)
+    for trainer in trainers:
+        _, said = trainer.communicate(timeout=120)
+        assert trainer.returncode == 0, said
+    shares = [state.ledger.consumption(f"default@{n}") for n in range(2)]
+    assert shares[0] | shares[1] == dict.fromkeys(names, 1)
+    assert not shares[0].keys() & shares[1].keys()
+    assert all(shares), "both got some"
+
+
+def steps(state_dir: Path, run: str) -> int:
+    metrics = state_dir / "training" / run / "metrics.jsonl"
+    return metrics.read_text().count('"event": "step"') if metrics.exists() else 0
+
+
+def test_a_trainer_outlives_its_server_and_nothing_is_lost_or_counted_twice(state, serve) -> None:
+    """SIGKILL, and a new server on the same port, while the trainer trains on."""
+    names = state.add(range(60))
+    server = serve()
+    metrics = state.root.parent / "elsewhere" / "training" / "default" / "metrics.jsonl"
+    killed = threading.Event()
+
+    def kill_and_start_again() -> None:
+        while not (metrics.exists() and metrics.read_text().count('"saved"') >= 2):
+            if ended.wait(0.01):
+                return
+        server.end(signal.SIGKILL)
+        killed.set()
+        serve(port=server.port)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=kill_and_start_again)
+    thread.start()
+    settings = {"data__batch_rows": 2, "data__passes": 2, "trainer__checkpoint_every_steps": 2}
+    try:
+        assert run(elsewhere(state, source=server.source, **settings, trainer__idle_timeout_s=5.0)) == 0
+    finally:
+        ended.set()
+        thread.join()
+    assert killed.is_set()
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+    assert state.ledger.status()["durable"] == len(names)
+
+
+# --- refusals ---
+
+
+def test_a_server_that_is_not_there_is_one_sentence(state) -> None:
+    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1|cannot be reached"):
+        run(elsewhere(state, source="grpc://127.0.0.1:1", remote=RemoteConfig(patience_s=0.5)))
+
+
+@pytest.mark.parametrize("source", ["10.0.0.5:50051", "http://10.0.0.5:50051", "grpc://10.0.0.5", "grpc://"])
+def test_a_source_of_another_form_is_refused(state, source: str) -> None:
+    with pytest.raises(ConfigError, match="it must be grpc://HOST:PORT or grpcs://HOST:PORT"):
+        run(elsewhere(state, source=source))
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "said"),
+    [
+        ("grpc://h:1", {"api_key_file": "/nowhere/key"}, "remote.api_key_file is '/nowhere/key', which cannot be read"),
+        ("grpcs://h:1", {"ca": "/nowhere/ca.pem"}, "remote.ca is '/nowhere/ca.pem', which is no file"),
+    ],
+)
+def test_files_of_the_connection_are_looked_at_first(state, source: str, files: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run(elsewhere(state, source=source, remote=RemoteConfig(**files)))
+
+
+def test_a_key_file_holds_one_key(state, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("two words\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        run(elsewhere(state, source="grpc://h:1", remote=RemoteConfig(api_key_file=str(tmp_path / "key"))))
+
+
+def test_only_online_runs_have_a_server_as_their_source() -> None:
+    with pytest.raises(ConfigError, match="source is 'grpc://h:1'; it must be null unless mode=online"):
+        TrainingConfig(source="grpc://h:1", mode=Mode.OFFLINE)

@@ -1,0 +1,251 @@
+"""The engine's speed beside Hugging Face's, and whether every token is right: a table, and everything as JSON.
+
+Prompts come from JSONL files with `turns` or `conversations`; their `category` is the domain. Five sections:
+
+    single    one greedy request at a time: HF generate, (CUDA: HF with a static cache and a graph), ours plain, a fixed chain,
+              adaptive. Every emitted token is held against the float32 model: within 1e-3 of the best logit in float32, 0.4 in
+              bfloat16; where answers part, the place and both gaps are listed. A token further away makes the run fail.
+    forward   v(m): what m new tokens in one forward of the target cost beside one
+    batch     plain throughput of several sessions at once
+    never     adaptive depth beside every fixed one, 0 included, by domain and number of requests at once
+    flat      many short requests: memory, and K/V back to the start
+
+    python benchmarks/engine.py spec_bench.jsonl humaneval.jsonl --out engine.json [--quick] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import acceptance
+import engine_sections
+import engine_tables
+import machine
+import torch
+from engine_arms import Arm, HfGenerate, HfStatic, Oracle, Ours, Served, read_plain
+from engine_sections import Encoded
+from transformers.utils import logging as transformers_logging
+
+from runtime.config import (
+    BackendConfig,
+    DrafterConfig,
+    DrafterKind,
+    Dtype,
+    ModelConfig,
+    SpeculationConfig,
+    SpeculationMode,
+    TreeShape,
+)
+from runtime.errors import SlipstreamError
+from runtime.models import ResolvedModel, Tokenizer, resolve
+
+SECTIONS = ("single", "forward", "batch", "never", "flat")
+LIMITS = {"float32": 1e-3, "bfloat16": 0.4}  # how far below the best float32 logit an emitted token may lie
+DEPTHS = (0, 1, 3, 5, 7)
+PLAIN = "ours, plain"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything."""
+
+    per_domain: int = 10
+    max_tokens: int = 128
+    forward_sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 16)
+    forward_rounds: int = 30
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    batch_tokens: int = 96
+    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
+    num_domains: int = 4
+    never_tokens: int = 64
+    rounds: int = 3
+    flat_requests: int = 10_000
+    flat_concurrency: int = 64
+
+    def on(self, device: str) -> Plan:
+        if device == "cpu":
+            return self
+        more = (*self.batch_sizes, 32, 64)
+        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100)
+
+
+QUICK = Plan(
+    per_domain=1,
+    max_tokens=32,
+    forward_sizes=(1, 4, 8),
+    forward_rounds=5,
+    batch_sizes=(1, 8),
+    batch_tokens=32,
+    concurrencies=(1, 4),
+    num_domains=2,
+    never_tokens=24,
+    rounds=1,
+    flat_requests=200,
+    flat_concurrency=16,
+)
+
+
+class Bench:
+    """One model on one device; parts are made when a section first needs them, and shared by those that follow."""
+
+    def __init__(self, options: argparse.Namespace, plan: Plan) -> None:
+        self.plan = plan
+        self._resolved: ResolvedModel = resolve(options.model)
+        self._model = ModelConfig(options.model, Dtype(options.dtype), options.device)
+        self._backend = BackendConfig(num_threads=options.threads)
+        self._drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
+        self._engines: dict[SpeculationMode, Served] = {}
+        self._stack = ExitStack()
+        self.prompts, self.num_skipped = self._read(options.prompts, options.seed)
+        self.info = self.served(SpeculationMode.FIXED).target.info
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def _read(self, paths: Sequence[Path], seed: int) -> tuple[list[Encoded], int]:
+        """First turns as chats; those that do not fit the context are left out and counted."""
+        tokenizer = Tokenizer.load(self._resolved.path)
+        config = json.loads((self._resolved.path / "config.json").read_text())
+        limit = config["max_position_embeddings"] - max(self.plan.max_tokens, self.plan.never_tokens)
+        texts = [prompt for path in paths for prompt in acceptance.read(path, self.plan.per_domain, seed)]
+        prompts = [Encoded(one.category, tokenizer.encode_chat([{"role": "user", "content": one.text}])) for one in texts]
+        kept = [prompt for prompt in prompts if len(prompt.token_ids) < limit]
+        return kept, len(prompts) - len(kept)
+
+    def served(self, mode: SpeculationMode) -> Served:
+        if mode not in self._engines:
+            depth = max(DEPTHS) if mode is SpeculationMode.FIXED else SpeculationConfig().max_draft_tokens
+            shape = TreeShape.CHAIN if mode is SpeculationMode.FIXED else TreeShape.AUTO
+            speculation = SpeculationConfig(mode=mode, shape=shape, max_draft_tokens=depth)
+            most = max(*self.plan.batch_sizes, *self.plan.concurrencies, self.plan.flat_concurrency)
+            engine = Served(self._resolved, self._model, self._backend, self._drafter, speculation, most)
+            self._stack.callback(engine.stop)
+            self._engines[mode] = engine
+        return self._engines[mode]
+
+    def single(self) -> dict[str, Any]:
+        plan, info = self.plan, self.info
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        plain = read_plain(self._resolved, dtype, info.device)
+        fixed, adaptive = self.served(SpeculationMode.FIXED), self.served(SpeculationMode.ADAPTIVE)
+        arms: list[Arm] = [HfGenerate(plain, info.eos_token_ids)]
+        if info.device != "cpu":
+            longest = max(len(prompt.token_ids) for prompt in self.prompts) + plan.max_tokens
+            arms.append(HfStatic(plain, info.eos_token_ids, longest))
+        arms.append(Ours(PLAIN, fixed, speculate=False))
+        arms.append(Ours("ours, chain of 5", fixed, max_draft_tokens=5))
+        arms.append(Ours("ours, adaptive", adaptive))
+        rates, answers = engine_sections.single(arms, self.prompts, plan.max_tokens, say)
+        exact = plain if dtype is torch.float32 else read_plain(self._resolved, torch.float32, info.device)
+        return {
+            "arms": rates,
+            "correctness": engine_sections.correctness(answers, self.prompts, Oracle(exact), LIMITS[info.dtype], PLAIN),
+        }
+
+    def forward(self) -> dict[str, Any]:
+        plan = self.plan
+        target = self.served(SpeculationMode.FIXED).target
+        return engine_sections.forward(target, plan.forward_sizes, context=256, rounds=plan.forward_rounds)
+
+    def batch(self) -> dict[str, Any]:
+        plan, served = self.plan, self.served(SpeculationMode.FIXED)
+        return engine_sections.batch(served, self.prompts, plan.batch_sizes, plan.batch_tokens, plan.rounds, say)
+
+    def never(self) -> dict[str, Any]:
+        plan = self.plan
+        domains = sorted({prompt.domain for prompt in self.prompts})[: plan.num_domains]
+        return engine_sections.never_slower(
+            self.served(SpeculationMode.ADAPTIVE),
+            self.served(SpeculationMode.FIXED),
+            [prompt for prompt in self.prompts if prompt.domain in domains],
+            DEPTHS,
+            plan.concurrencies,
+            plan.never_tokens,
+            plan.rounds,
+            say,
+        )
+
+    def flat(self) -> dict[str, Any]:
+        plan = self.plan
+        return engine_sections.flatness(self.served(SpeculationMode.ADAPTIVE), plan.flat_requests, plan.flat_concurrency, say)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    try:
+        with Bench(options, plan_of(options)) as bench:
+            result = run(bench, options)
+    except SlipstreamError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 1
+    print(engine_tables.page(result))
+    is_right = result["sections"].get("single", {}).get("correctness", {}).get("ok", True)
+    if not is_right:
+        print("engine: a token lies further below the best logit than allowed; see the section on correctness", file=sys.stderr)
+    return 0 if is_right else 1
+
+
+def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """All sections that were asked for; what is known is written after each."""
+    result: dict[str, Any] = {
+        "model": bench.info.name,
+        "dtype": bench.info.dtype,
+        "device": bench.info.device,
+        "drafter_version": bench.served(SpeculationMode.FIXED).engine.drafter_version,
+        "threads": torch.get_num_threads(),
+        "prompts": {"files": [path.name for path in options.prompts], "used": len(bench.prompts), "too_long": bench.num_skipped},
+        "plan": {name: getattr(bench.plan, name) for name in bench.plan.__dataclass_fields__},
+        "machine": machine.describe(),
+        "sections": {},
+    }
+    for section in options.sections:
+        say(f"section {section}")
+        result["sections"][section] = getattr(bench, section)()
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    plan = QUICK if options.quick else Plan().on("cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda")
+    given = {name: value for name in ("per_domain", "max_tokens", "flat_requests", "rounds") if (value := getattr(options, name))}
+    return replace(plan, **given)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path, nargs="+", help="JSONL files with turns or conversations, and category")
+    parser.add_argument("--out", type=Path, help="write everything there as JSON")
+    parser.add_argument("--quick", action="store_true", help="a little of everything, in a minute or two")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", type=Path, help="an EAGLE3 checkpoint directory; the embedded one if left out")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, auto")
+    parser.add_argument("--dtype", choices=[one.value for one in Dtype], default=Dtype.AUTO.value)
+    parser.add_argument("--threads", type=int, help="CPU threads of a forward; torch's own choice if left out")
+    parser.add_argument("--per-domain", type=int, help="prompts of each category")
+    parser.add_argument("--max-tokens", type=int, help="of an answer, in the section single")
+    parser.add_argument("--rounds", type=int, help="of the sections batch and never")
+    parser.add_argument("--flat-requests", type=int, help="of the section flat")
+    parser.add_argument("--seed", type=int, default=0, help="which prompts of a category")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""What is measured of an engine, one function a section; each returns plain numbers for the JSON file.
+
+Arms take turns within a section, prompt by prompt or round by round, so that a machine that changes its speed changes it for
+all of them, and what is told is a median. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from engine_arms import Answer, Arm, Oracle, Served
+
+from runtime.backends.base import Segment, Target
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    domain: str
+    token_ids: list[int]
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """All of them; another one goes first each time."""
+    start = number % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def single(arms: Sequence[Arm], prompts: Sequence[Encoded], max_tokens: int, say: Say) -> tuple[Row, dict[str, list[Answer]]]:
+    """One request at a time, in every arm. Rates in tokens per second; `ratio` is the median over prompts of the paired ones."""
+    by_name = {arm.name: arm for arm in arms}
+    for arm in arms:
+        arm.answer(prompts[0].token_ids, 8)  # the first forwards of a process are slower
+    answers: dict[str, list[Answer]] = {name: [] for name in by_name}
+    for number, prompt in enumerate(prompts):
+        for name in turns(list(by_name), number):
+            answers[name].append(by_name[name].answer(prompt.token_ids, max_tokens))
+        say(f"single {number + 1}/{len(prompts)}")
+    domains = sorted({prompt.domain for prompt in prompts})
+    found: Row = {}
+    for name, mine in answers.items():
+        found[name] = _rates(mine)
+        found[name]["domains"] = {}
+        for domain in domains:
+            chosen = [index for index, prompt in enumerate(prompts) if prompt.domain == domain]
+            found[name]["domains"][domain] = _rates([mine[index] for index in chosen])
+            found[name]["domains"][domain]["ratio"] = _ratios(answers, mine, chosen)
+        found[name]["ratio"] = _ratios(answers, mine, range(len(prompts)))
+    return found, answers
+
+
+def _rates(answers: Sequence[Answer]) -> Row:
+    num_steps = sum(answer.stats.num_steps for answer in answers)
+    return {
+        "decode_tokens_per_s": median(answer.decode_rate for answer in answers),
+        "request_tokens_per_s": sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers),
+        "acceptance_length": 1 + sum(answer.stats.num_accepted for answer in answers) / num_steps if num_steps else None,
+    }
+
+
+def _ratios(answers: dict[str, list[Answer]], mine: Sequence[Answer], chosen: Iterable[int]) -> Row:
+    """Of this arm's decoding rate to that of every arm."""
+    return {
+        name: median(mine[index].decode_rate / max(other[index].decode_rate, 1e-9) for index in chosen)
+        for name, other in answers.items()
+    }
+
+
+def correctness(
+    answers: dict[str, list[Answer]], prompts: Sequence[Encoded], oracle: Oracle, limit: float, reference: str
+) -> Row:
+    """Every token of every answer against the float32 model on the same prefix, and where answers part from those of `reference`.
+
+    `limit`: how far below the best logit an emitted token may lie.
+    """
+    found: Row = {"limit": limit, "reference": reference, "arms": {}, "partings": []}
+    for name, mine in answers.items():
+        gaps = [oracle.gaps(prompt.token_ids, answer.token_ids) for prompt, answer in zip(prompts, mine, strict=True)]
+        found["arms"][name] = {
+            "largest_gap": max(map(max, gaps)),
+            "not_the_best": sum(gap > 0 for row in gaps for gap in row),
+            "tokens": sum(map(len, gaps)),
+        }
+        for index, (answer, other) in enumerate(zip(mine, answers[reference], strict=True)):
+            if answer.token_ids != other.token_ids:
+                place = next(
+                    (k for k, pair in enumerate(zip(answer.token_ids, other.token_ids, strict=False)) if pair[0] != pair[1]),
+                    min(len(answer.token_ids), len(other.token_ids)),
+                )
+                parting = {"arm": name, "prompt": index, "token": place}
+                other_gaps = oracle.gaps(prompts[index].token_ids, other.token_ids)
+                both = zip(("gap", "gap_of_reference"), (gaps[index], other_gaps), strict=True)
+                found["partings"].append(parting | {which: max(rows[place : place + 1], default=None) for which, rows in both})
+    found["ok"] = all(row["largest_gap"] <= limit for row in found["arms"].values())
+    return found
+
+
+def forward(target: Target, sizes: Sequence[int], context: int, rounds: int) -> Row:
+    """v(m): seconds of a whole forward of m new tokens behind `context` others, and how many times that of one token."""
+    rng = random.Random(0)
+    text = [rng.randrange(target.info.vocab_size) for _ in range(context)]
+    cache = target.new_cache()
+    try:
+        target.forward([Segment(cache, text)])
+        target.commit(cache, range(context))
+        seconds: dict[int, list[float]] = {size: [] for size in sizes}
+        for number in range(-2, rounds):  # the first two are for warming up
+            for size in turns(list(sizes), number):
+                began = time.perf_counter()
+                [out] = target.forward([Segment(cache, text[:size], num_logits=size)])
+                out.logits.sum().item()  # waits for the device
+                if number >= 0:
+                    seconds[size].append(time.perf_counter() - began)
+    finally:
+        target.drop(cache)
+    one = median(seconds[1])
+    return {str(size): {"seconds": median(times), "v": median(times) / one} for size, times in seconds.items()}
+
+
+def batch(served: Served, prompts: Sequence[Encoded], sizes: Sequence[int], num_tokens: int, rounds: int, say: Say) -> Row:
+    """Plain decoding of so many sessions at once: tokens per second while all of them decode."""
+    rates: dict[int, list[float]] = {size: [] for size in sizes}
+    for number in range(rounds):
+        for size in turns(list(sizes), number):
+            chosen = [prompts[index % len(prompts)].token_ids[:32] for index in range(size)]
+            answers = served.run(chosen, size, num_tokens, ignore_eos=True, speculate=False)
+            began = max(answer.times[0] for answer in answers)
+            last = min(answer.times[-1] for answer in answers)
+            rates[size].append(sum(answer.num_between(began, last) for answer in answers) / max(last - began, 1e-9))
+        say(f"batch round {number + 1}/{rounds}")
+    one = median(rates[sizes[0]])
+    return {str(size): {"tokens_per_s": median(found), "times": median(found) / one} for size, found in rates.items()}
+
+
+def never_slower(
+    adaptive: Served,
+    fixed: Served,
+    prompts: Sequence[Encoded],
+    depths: Sequence[int],
+    concurrencies: Sequence[int],
+    max_tokens: int,
+    rounds: int,
+    say: Say,
+) -> Row:
+    """By domain and number of requests at once: tokens per second at each fixed depth and adaptively, and the ratio to the best.
+
+    The best of several noisy medians is a little better than any of them, so the ratio errs against us.
+    """
+    arms: dict[str, tuple[Served, Row]] = {"adaptive": (adaptive, {})}
+    for depth in depths:
+        arms[str(depth)] = (fixed, {"max_draft_tokens": depth} if depth else {"speculate": False})
+    domains: dict[str, list[list[int]]] = defaultdict(list)
+    for prompt in prompts:
+        domains[prompt.domain].append(prompt.token_ids)
+    cells: list[Row] = []
+    for domain, texts in domains.items():
+        for concurrency in concurrencies:
+            num_requests = max(4, 2 * concurrency)
+            chosen = [texts[index % len(texts)] for index in range(num_requests)]
+            rates: dict[str, list[float]] = {name: [] for name in arms}
+            for number in range(rounds):
+                for name in turns(list(arms), number):
+                    served, fields = arms[name]
+                    rates[name].append(_throughput(served.run(chosen, concurrency, max_tokens, **fields)))
+            medians = {name: median(found) for name, found in rates.items()}
+            best = max(medians[str(depth)] for depth in depths)
+            cell = {"domain": domain, "concurrency": concurrency, "ratio": medians["adaptive"] / best}
+            cells.append(cell | {"tokens_per_s": medians})
+            say(f"{domain}, {concurrency} at once: adaptive / best fixed {cell['ratio']:.3f}")
+    return {"cells": cells, "smallest_ratio": min(cell["ratio"] for cell in cells)}
+
+
+def _throughput(answers: Sequence[Answer]) -> float:
+    began, ended = min(answer.began_at for answer in answers), max(answer.ended_at for answer in answers)
+    return sum(len(answer.token_ids) for answer in answers) / (ended - began)
+
+
+def flatness(served: Served, num_requests: int, concurrency: int, say: Say) -> Row:
+    """Many short requests: K/V is back to where it was, and memory does not grow over the second half of them.
+
+    On a CPU it does at first: oneDNN keeps the kernels of its last thousand shapes, and requests bring many of those.
+    """
+    rng = random.Random(0)
+    vocab_size = served.target.info.vocab_size
+    kv_before = served.engine.stats().kv_bytes
+    peaks: list[float] = []
+    parts, began = 10, time.perf_counter()
+    for part in range(parts):
+        prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(4, 32))] for _ in range(num_requests // parts)]
+        served.run(prompts, concurrency, max_tokens=rng.randint(4, 12), ignore_eos=True)
+        peaks.append(_peak_mib())
+        say(f"{(part + 1) * num_requests // parts} short requests, peak {peaks[-1]:.0f} MiB")
+    return {
+        "requests": num_requests,
+        "concurrency": concurrency,
+        "requests_per_s": num_requests / (time.perf_counter() - began),
+        "peak_mib": peaks,
+        "growth_mib": peaks[-1] - peaks[parts // 2 - 1],
+        "kv_bytes_before": kv_before,
+        "kv_bytes_after": served.settled_kv_bytes(),
+    }
+
+
+def _peak_mib() -> float:
+    """Of this process, and of the CUDA device where there is one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return host + (torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0)

@@ -1,0 +1,115 @@
+"""The page of a run of benchmarks/engine.py: a table a section, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+MAX_PARTINGS = 20
+
+
+def page(result: Row) -> str:
+    prompts = result["prompts"]
+    head = (
+        f"{result['model']} in {result['dtype']} on {result['device']}, drafter {result['drafter_version']}, greedy, "
+        f"{prompts['used']} prompts of {', '.join(prompts['files'])} ({prompts['too_long']} too long), "
+        f"{result['threads']} threads"
+    )
+    parts = [head, *(SECTIONS[name](section, result["plan"]) for name, section in result["sections"].items())]
+    parts.append("\n".join(f"- {name}: {value}" for name, value in result["machine"].items()))
+    return "\n\n".join(parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+
+def single(section: Row, plan: Row) -> str:
+    arms = section["arms"]
+    baselines = [name for name in arms if name.startswith("HF") or name.endswith("plain")]
+    header = [
+        "one request at a time",
+        "decode tok/s",
+        "whole request tok/s",
+        "acceptance length",
+        *(f"x {name}" for name in baselines),
+    ]
+    rows = [[name, *_rates(arm), *(arm["ratio"][other] for other in baselines)] for name, arm in arms.items()]
+    parts = [
+        f"Answers of at most {plan['max_tokens']} tokens; rates and paired ratios are medians over prompts.",
+        table(header, rows),
+    ]
+    last = list(arms)[-2:]
+    plain = next(name for name in arms if name.endswith("plain"))
+    rows = [
+        [
+            domain,
+            *(
+                cell
+                for name in last
+                for cell in (arms[name]["domains"][domain]["ratio"][plain], arms[name]["domains"][domain]["acceptance_length"])
+            ),
+        ]
+        for domain in arms[plain]["domains"]
+    ]
+    parts.append(table(["domain", *(column for name in last for column in (f"{name}: x plain", "acceptance length"))], rows))
+    parts.append(correctness(section["correctness"]))
+    return "\n\n".join(parts)
+
+
+def _rates(arm: Row) -> list[object]:
+    return [arm["decode_tokens_per_s"], arm["request_tokens_per_s"], arm["acceptance_length"]]
+
+
+def correctness(section: Row) -> str:
+    rows = [[name, arm["tokens"], arm["not_the_best"], arm["largest_gap"]] for name, arm in section["arms"].items()]
+    verdict = "all within it" if section["ok"] else "NOT all within it"
+    parts = [
+        f"Each token against the float32 model; limit {section['limit']:g} below the best logit: {verdict}.",
+        table(["arm", "tokens", "not the best", "largest gap"], rows),
+    ]
+    if partings := section["partings"]:
+        rows = [[one["arm"], one["prompt"], one["token"], one["gap"], one["gap_of_reference"]] for one in partings[:MAX_PARTINGS]]
+        parts.append(f"{len(partings)} answers part from those of {section['reference']!r}:")
+        parts.append(table(["arm", "prompt", "token", "gap", f"gap of {section['reference']}"], rows))
+    return "\n\n".join(parts)
+
+
+def forward(section: Row, plan: Row) -> str:
+    rows = [[size, 1000 * row["seconds"], row["v"]] for size, row in section.items()]
+    return table(["tokens in one forward", "ms", "v"], rows)
+
+
+def batch(section: Row, plan: Row) -> str:
+    rows = [[size, row["tokens_per_s"], row["times"]] for size, row in section.items()]
+    return table(["sessions, plain", "tok/s", "times one"], rows)
+
+
+def never(section: Row, plan: Row) -> str:
+    arms = list(section["cells"][0]["tokens_per_s"])
+    header = ["domain", "at once", *(arm if arm == "adaptive" else f"depth {arm}" for arm in arms), "adaptive / best"]
+    rows = [
+        [cell["domain"], cell["concurrency"], *(cell["tokens_per_s"][arm] for arm in arms), cell["ratio"]]
+        for cell in section["cells"]
+    ]
+    return f"{table(header, rows)}\n\nSmallest ratio: {section['smallest_ratio']:.3f}"
+
+
+def flat(section: Row, plan: Row) -> str:
+    peak = section["peak_mib"]
+    return (
+        f"{section['requests']} short requests, {section['concurrency']} at once, {section['requests_per_s']:.1f} a second. K/V "
+        f"from {section['kv_bytes_before']} to {section['kv_bytes_after']} bytes. Peak memory {peak[0]:.0f} MiB after a tenth, "
+        f"{peak[len(peak) // 2 - 1]:.0f} after half of them, {peak[-1]:.0f} after all."
+    )
+
+
+SECTIONS = {"single": single, "forward": forward, "batch": batch, "never": never, "flat": flat}

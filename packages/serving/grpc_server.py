@@ -46,6 +46,8 @@ async def statuses(context: Context, request: Message | None = None) -> AsyncIte
         yield
     except SlipstreamError as error:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except grpc.aio.InternalError as error:  # a message could not be sent: the client has left meanwhile
+        raise asyncio.CancelledError from error
     except grpc.aio.BaseError:
         raise
     except Exception as error:  # whatever it is, the caller gets a documented status, and the log gets the cause

@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
 from runtime.errors import (
@@ -367,15 +369,45 @@ def test_interleaved_sessions_get_what_each_gets_alone(client: RuntimeClient) ->
 # --- beside the service ---
 
 
-def test_health_and_reflection(channel: grpc.Channel) -> None:
+SERVICES = ("slipstream.v1.RuntimeService", "slipstream.v1.DrafterService")
+
+
+def test_health_is_told_as_probes_ask_for_it(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
-    for name in ("", "slipstream.v1.RuntimeService"):
+    for name in ("", *SERVICES):
         assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    [answer] = stub.ServerReflectionInfo(iter([asked]))
-    names = {service.name for service in answer.list_services_response.service}
-    assert {"slipstream.v1.RuntimeService", "grpc.health.v1.Health"} <= names
+    with pytest.raises(grpc.RpcError) as refused:
+        health.Check(health_pb2.HealthCheckRequest(service="another"))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_tells_that_the_engine_failed(start_server: StartServer) -> None:
+    running = start_server()
+    with grpc.insecure_channel(running.ready.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICES[0]))
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        running.parts.engine.stop()  # as when its loop failed
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_client_can_be_made_from_reflection_alone(channel: grpc.Channel) -> None:
+    """As grpcurl does: list, describe, call; without a stub or a .proto."""
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert {*SERVICES, "grpc.health.v1.Health"} <= set(database.get_services())
+    pool = DescriptorPool(database)
+    described = {name: {method.name for method in pool.FindServiceByName(name).methods} for name in SERVICES}
+    assert {"CreateSession", "Generate", "ForkSession", "SaveSession", "RestoreSession"} <= described[SERVICES[0]]
+    assert described[SERVICES[1]] == {"Stage", "Validate", "Activate", "Rollback", "List", "Get", "Watch"}
+    method = pool.FindServiceByName(SERVICES[0]).FindMethodByName("CreateSession")
+    make, read = (GetMessageClass(one) for one in (method.input_type, method.output_type))
+    call = channel.unary_unary(
+        f"/{SERVICES[0]}/CreateSession", request_serializer=make.SerializeToString, response_deserializer=read.FromString
+    )
+    session = call(make(request_id="by-hand"))
+    assert session.vocab_size == 320
+    assert session.options.ttl_s == 3600
 
 
 def test_stopping_turns_health_and_ends_streams_after_the_grace(start_server: StartServer) -> None:

@@ -10,6 +10,7 @@ All of it belongs to the engine's thread. Knows no requests and no sampling; wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import torch
 
@@ -30,6 +31,7 @@ class Holdings:
         self._target = target
         self._shares_prefixes = config.prefix_reuse
         self._prefixes = PrefixIndex()
+        self._bytes_for = lru_cache(maxsize=4096)(target.cache_bytes)  # of so many tokens under a policy: asked in every step
 
     # --- a session's own ---
 
@@ -52,9 +54,11 @@ class Holdings:
         assert session.cache is not None
         session.cached += len(hidden)
         session.features.append(hidden)
-        session.dropped = self._target.dropped(session.cache)
         window = session.options.cache_policy.window
-        if session.dropped and window is not None:
+        if window is None:
+            return
+        session.dropped = self._target.dropped(session.cache)
+        if session.dropped:
             session.forget_features(session.cached - window)
             if session.draft is not None and session.draft.position - session.draft.first > 2 * window:
                 self.drop_draft(session)  # it begins again with what is kept
@@ -104,7 +108,7 @@ class Holdings:
         is_whole = length == parent.cached
         if child.is_closed or not length or (parent.dropped and not is_whole):
             return
-        if self.make_room(self._target.cache_bytes(length, child.options.cache_policy), sessions):
+        if self.make_room(self._bytes_for(length, child.options.cache_policy), sessions):
             self._take_over(child, parent, length)
 
     def _take_over(self, session: Session, holder: Session, length: int) -> None:
@@ -127,7 +131,7 @@ class Holdings:
         policy = session.options.cache_policy
         if session.is_closed or saved.features is None or not self._fits(saved.features):
             return
-        if not self.make_room(self._target.cache_bytes(saved.cached, policy), sessions):
+        if not self.make_room(self._bytes_for(saved.cached, policy), sessions):
             return
         try:
             cache = self._target.restore(saved.kv, saved.cached, policy)
@@ -157,7 +161,8 @@ class Holdings:
             return False
         coming = 0
         for other in busy:
-            if other.options.cache_policy == policy and other.cached < len(other.history) - 1:
+            is_reading = other.options.cache_policy == policy and other.cached < len(other.history) - 1
+            if is_reading and other.history[:MIN_SHARED_TOKENS] == session.history[:MIN_SHARED_TOKENS]:
                 shared = common_length(session.history, other.history, limit)
                 coming = max(coming, shared if other.cached < shared else 0)
         if coming - session.cached < MIN_SHARED_TOKENS:
@@ -182,5 +187,5 @@ class Holdings:
     def growth_bytes(self, session: Session, num_tokens: int) -> int:
         """What the session has yet to take until it holds so many tokens."""
         policy = session.options.cache_policy
-        needed = self._target.cache_bytes(num_tokens, policy)
-        return needed - self._target.cache_bytes(session.cached, policy) if session.cached else needed
+        needed = self._bytes_for(num_tokens, policy)
+        return needed - self._bytes_for(session.cached, policy) if session.cached else needed

@@ -61,6 +61,7 @@ class EngineLoop:
 
     def call(self, errand: Callable[[], T]) -> T:
         """Run it on the engine's thread between two steps, and wait for what it returns or raises."""
+        assert threading.current_thread() is not self._thread, "the engine's thread cannot wait for itself"
         future: Future[T] = Future()
 
         def run() -> None:
@@ -147,11 +148,13 @@ class EngineLoop:
         for request in [request for request in self._waiting if request.is_unwanted]:
             self._waiting.remove(request)
             self._running[request.session] = request
+        num_passed = 0
         for request in list(self._waiting):
-            if len(self._running) >= self._max_batch_sessions:
+            if max(len(self._running), num_passed) >= self._max_batch_sessions:
                 break
             running = list(self._running.values())
             if self._stepper.awaits_prefix(request, running):
+                num_passed += 1
                 continue
             if not self._stepper.make_room([*running, request], self._store) and running:
                 break

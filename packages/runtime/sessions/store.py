@@ -28,6 +28,10 @@ class SessionStore:
         self._created_by: dict[str, str] = {}  # request id of the creation -> session id
         self.num_evicted: Counter[str] = Counter()
 
+    @property
+    def max_ttl_s(self) -> float:
+        return self._config.ttl_s
+
     def __len__(self) -> int:
         return len(self._sessions)
 

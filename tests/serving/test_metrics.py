@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -133,3 +136,19 @@ def test_several_tokens_of_one_step_share_its_time() -> None:
     assert value(samples, "inter_token_latency_seconds_count") == 3
     assert value(samples, "inter_token_latency_seconds_sum") == pytest.approx(0.3)
     assert value(samples, "e2e_request_latency_seconds_sum") == pytest.approx(2.0)
+
+
+def test_the_dashboard_asks_for_what_there_is(running: Running) -> None:
+    """Every metric in docs/grafana.json is one that a server exports."""
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    text = httpx.get(f"{running.ready.http}/metrics").text
+    exported = set(re.findall(r"^# TYPE (slipstream:\S+)", text, re.MULTILINE))
+    exported |= {f"{name}_bucket" for name in exported}
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"slipstream:\w+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert asked <= exported

@@ -97,16 +97,7 @@ def total(counts: Iterable[SpeculationStats]) -> SpeculationStats:
     """The sum of counts."""
     result = SpeculationStats()
     for stats in counts:
-        result.num_steps += stats.num_steps
-        result.num_drafted += stats.num_drafted
-        result.num_accepted += stats.num_accepted
-        for sums, parts in (
-            (result.drafted_per_position, stats.drafted_per_position),
-            (result.accepted_per_position, stats.accepted_per_position),
-        ):
-            sums.extend([0] * (len(parts) - len(sums)))
-            for k, part in enumerate(parts):
-                sums[k] += part
+        result.add(stats)
     return result
 
 

@@ -30,6 +30,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_preempted: int = 0  # times that a running generation had to wait again, for the K/V of older ones
     num_sessions: int = 0
     num_evicted: dict[str, int] = field(default_factory=dict)  # by reason
     kv_bytes: int = 0

@@ -20,6 +20,7 @@ from runtime.hidden_states import HiddenStates
 from runtime.sessions.prefixes import BLOCK_TOKENS, PrefixIndex, common_length
 from runtime.sessions.saved import SavedSession
 from runtime.sessions.session import Session
+from runtime.types import CachePolicy
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 
@@ -128,8 +129,8 @@ class Holdings:
 
     def restore(self, session: Session, saved: SavedSession, sessions: Iterable[Session]) -> None:
         """Give the session what was saved for it, if this target can use it and the budget has room; else it prefills again."""
-        policy = session.options.cache_policy
-        if session.is_closed or saved.features is None or not self._fits(saved.features):
+        policy, features = session.options.cache_policy, saved.features
+        if session.is_closed or features is None or not self._fits(features, saved.cached, policy):
             return
         if not self.make_room(self._bytes_for(saved.cached, policy), sessions):
             return
@@ -139,15 +140,19 @@ class Holdings:
             return
         self._give(session, cache)
         device = self._target.info.device
-        session.features = [HiddenStates(saved.features.aux.to(device), saved.features.last.to(device))]
+        session.features = [HiddenStates(features.aux.to(device), features.last.to(device))]
+        session.num_settled = 1
         session.cached = saved.cached
         session.dropped = self._target.dropped(cache)
 
-    def _fits(self, features: HiddenStates) -> bool:
-        info = self._target.info
-        aux, last = features.aux, features.last
+    def _fits(self, features: HiddenStates, cached: int, policy: CachePolicy) -> bool:
+        """Whether they can be the kept states of so many cached tokens."""
+        info, aux, last = self._target.info, features.aux, features.last
         has_width = aux.ndim == last.ndim == 2 and aux.shape[1] == 3 * info.hidden_size and last.shape[1] == info.hidden_size
-        return has_width and len(aux) == len(last) and str(aux.dtype) == str(last.dtype) == f"torch.{info.dtype}"
+        has_rows = (
+            len(aux) == len(last) and (cached if policy.window is None else min(policy.window, cached)) <= len(aux) <= cached
+        )
+        return has_width and has_rows and str(aux.dtype) == str(last.dtype) == f"torch.{info.dtype}"
 
     # --- who waits for whom ---
 

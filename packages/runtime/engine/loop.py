@@ -40,6 +40,7 @@ class EngineLoop:
         self._running: dict[Session, Request] = {}  # taking part in steps, in order of arrival
         self._waiting: deque[Request] = deque()
         self._errands: deque[Callable[[], None]] = deque()
+        self.num_preempted = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="slipstream-engine", daemon=True)
 
@@ -175,6 +176,7 @@ class EngineLoop:
             del self._running[youngest.session]
             self._waiting.appendleft(youngest)
             self._stepper.holdings.release(youngest.session)
+            self.num_preempted += 1
 
     def _settle(self, batch: Sequence[Request]) -> None:
         """A session is idle again before its last event leaves, so that whoever hears it may go on at once."""
@@ -183,6 +185,8 @@ class EngineLoop:
             for request in ended:
                 del self._running[request.session]
                 request.session.end()
+                if not request.session.is_closed:
+                    self._store.touch(request.session)  # used until now
         for request in ended:
             if request.session.is_closed:
                 self._bury(request.session)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.backends.base import Segment, SegmentOutput, Target
+from runtime.errors import EngineUnavailable
 from runtime.types import Done, SamplingParams, Tokens
 
 from .conftest import GREEDY, Listener, MakeEngine, assert_greedy, greedy_reference, prompt_of, random_drafter, run
@@ -82,6 +83,7 @@ def test_those_that_outgrow_the_budget_take_turns_the_oldest_first(make_engine: 
         engine.generate(session_id, params, on_event=note)
     dones = [listener.wait() for listener in listeners]
     target.forward = forward  # type: ignore[method-assign]
+    assert engine.stats().num_preempted > 0
     assert max(held) <= budget < 8 * target.cache_bytes(350) / 2
     assert all(abs(place - seed) <= 1 for place, seed in enumerate(ended)), ended  # in order of arrival, but for lucky drafts
     for seed, (listener, done) in enumerate(zip(listeners, dones, strict=True)):
@@ -116,7 +118,7 @@ def test_a_generation_that_had_to_wait_can_be_cancelled(make_engine: MakeEngine,
     for listener in listeners:  # both are let in
         while not listener.token_ids:
             listener.next()
-    while engine.stats().num_waiting == 0:  # and have grown
+    while engine.stats().num_preempted == 0:  # and have grown
         listeners[0].next()
     generations[1].cancel()
     done = listeners[1].wait()
@@ -141,6 +143,33 @@ def test_forks_and_restores_stay_within_the_budget(make_engine: MakeEngine, targ
     listener, _ = run(engine, [7], GREEDY, forks[0])
     history = engine._store.get(forks[0]).history
     assert listener.token_ids == greedy_reference(target, history[:341], 40)
+
+
+def test_no_room_on_the_device_fails_one_generation(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(target, "new_cache", lambda policy: (_ for _ in ()).throw(MemoryError("out of memory")))
+    with pytest.raises(EngineUnavailable, match="out of memory"):
+        run(engine, prompt_of(1), GREEDY)
+    monkeypatch.undo()
+    listener, _ = run(engine, prompt_of(1), GREEDY)
+    assert listener.token_ids == greedy_reference(target, prompt_of(1), 40)
+
+
+def test_k_v_goes_from_those_unused_the_longest(make_engine: MakeEngine, target: Target) -> None:
+    """What counts is when a generation ended, not when it began."""
+    engine = make_engine(prefix_reuse=False)
+    slow, quick = (engine.create_session().session_id for _ in range(2))
+    engine.append(slow, prompt_of(1))
+    listener = Listener()
+    engine.generate(slow, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), on_event=listener)
+    run(engine, prompt_of(2), SamplingParams(temperature=0.0, max_tokens=1), quick)
+    listener.wait()
+    engine._stepper.holdings.budget_bytes = 5 * target.cache_bytes(128) // 2
+    run(engine, prompt_of(3), GREEDY)
+    assert engine.get_session(quick).cached_tokens == 0
+    assert engine.get_session(slow).cached_tokens == 84
 
 
 def test_a_long_prompt_costs_a_running_session_no_step(make_engine: MakeEngine, target: Target) -> None:

@@ -153,6 +153,20 @@ def test_k_v_features_and_draft_state_stay_bounded(make_engine: MakeEngine, targ
     audit(engine, target)
 
 
+def test_a_drafter_that_rested_for_more_than_a_window_goes_on_with_what_is_kept(make_engine: MakeEngine, target: Target) -> None:
+    engine = make_engine(eagle(target))
+    session_id = engine.create_session(OPTIONS).session_id
+    history: list[int] = []
+    for seed, speculate in enumerate((True, False, True)):
+        params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True, speculate=speculate)
+        listener, done = run(engine, prompt_of(seed, 10), params, session_id)
+        history += prompt_of(seed, 10)
+        assert listener.token_ids == reference(target, history, 70)
+        assert (done.speculation.num_drafted > 0) is speculate
+        history += listener.token_ids
+    assert engine.stats().num_drafter_failures == 0
+
+
 def test_the_tap_hears_that_states_were_dropped(make_engine: MakeEngine) -> None:
     tap = KeepingTap()
     engine = make_engine(random_drafter(), tap=tap)

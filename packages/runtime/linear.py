@@ -2,12 +2,19 @@
 
 Inference only: a packed layer has no parameters and no gradient. It does not know whose layer it is; the served target and
 the served drafter use it, training never does. A layer that is not float32 on a CPU, or a torch without oneDNN, stays plain.
+
+oneDNN takes another kernel, and so another order of summation, for one row of a wide layer than for several: seen on AVX2,
+where from 1025 inputs on a single row differs in its last bits and all other numbers of rows agree. An `invariant` layer
+finds out how many rows it takes for all numbers to agree, and never computes fewer.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+PROBED_ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 128)
+MOST_MIN_ROWS = 16
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -16,15 +23,19 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding)."""
+    """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding).
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    With `min_rows` a smaller input is filled up to so many rows, and the answer cut off again.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_rows: int = 1) -> None:
         super().__init__()
         if not can_pack(weight):
             raise ValueError(
                 f"A weight of {weight.dtype} on {weight.device} cannot be packed; use torch.nn.Linear, as pack_linears does."
             )
         self.out_features, self.in_features = weight.shape
+        self.min_rows = min_rows
         # Plain attributes, not parameters: an opaque tensor has no strides and cannot be moved, cast or saved.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         self.bias = None if bias is None else bias.detach().clone()
@@ -33,6 +44,14 @@ class PackedLinear(nn.Module):
         # x: [..., in_features] -> [..., out_features]
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
+        num_rows = x.numel() // self.in_features
+        if num_rows < self.min_rows:
+            rows = x.new_zeros(self.min_rows, self.in_features)
+            rows[:num_rows] = x.reshape(num_rows, self.in_features)
+            return self._compute(rows)[:num_rows].reshape(*x.shape[:-1], self.out_features)
+        return self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
@@ -40,16 +59,46 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack_linears(module: nn.Module) -> int:
+@torch.inference_mode()
+def rows_for_invariance(layer: PackedLinear) -> int:
+    """The smallest number of rows from which on a row's result depends on that row alone, to the last bit.
+
+    RuntimeError if there is none: this machine's oneDNN chooses its kernels otherwise than we know.
+    """
+    rows = torch.randn(max(PROBED_ROWS), layer.in_features, generator=torch.Generator().manual_seed(0))
+    expected = layer._compute(rows)
+    differing = [size for size in PROBED_ROWS if not _agrees(layer, rows, expected, size)]
+    min_rows = max(differing, default=0) + 1
+    if min_rows > MOST_MIN_ROWS:
+        raise RuntimeError(
+            f"A linear layer of {layer.in_features} to {layer.out_features} features gives a row other bits among "
+            f"{differing[-1]} rows than among {len(rows)}; this machine's oneDNN cannot compute invariantly."
+        )
+    return min_rows
+
+
+def _agrees(layer: PackedLinear, rows: torch.Tensor, expected: torch.Tensor, size: int) -> bool:
+    # The first rows and the last: a row's place must not matter either.
+    starts = (0, len(rows) - size)
+    return all(torch.equal(layer._compute(rows[start : start + size]), expected[start : start + size]) for start in starts)
+
+
+def pack_linears(module: nn.Module, *, invariant: bool = False) -> int:
     """Replace every nn.Linear below `module` by its packed form, in place; returns how many. Those that cannot pack stay.
 
     A weight tied to an embedding stays with the embedding, and the layer gets a packed copy of its own.
     """
     num_packed = 0
+    min_rows: dict[tuple[int, int], int] = {}  # by shape, which is what oneDNN chooses kernels by
     # Parents only: holding the layers themselves would keep all plain weights beside the packed ones until the end.
     for parent in [part for part in module.modules() if any(type(child) is nn.Linear for child in part.children())]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_pack(child.weight):  # not a subclass, which may compute something else
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                packed = PackedLinear(child.weight, child.bias)
+                if invariant:
+                    shape = packed.out_features, packed.in_features
+                    packed.min_rows = min_rows[shape] if shape in min_rows else rows_for_invariance(packed)
+                    min_rows[shape] = packed.min_rows
+                setattr(parent, name, packed)
                 num_packed += 1
     return num_packed

@@ -21,7 +21,7 @@ class SegmentPlan:
     def __init__(self, cache: KVCache, start: int, parents: Sequence[int] | None, size: int) -> None:
         self.start, self.end = start, start + size
         self.length, self.size, self.num_rows = cache.length, size, cache.num_rows
-        self._cache, self._parents = cache, parents
+        self._cache, self.parents = cache, parents
         self._masks: dict[int | None, torch.Tensor | None] = {}
         end = cache.num_rows + size
         # Per layer, [num_kv_heads, num_rows + size, dim] and [num_kv_heads, size, dim]; unbind is one call for all layers.
@@ -31,11 +31,19 @@ class SegmentPlan:
 
     def first_row(self, window: int | None) -> int:
         """Committed rows before this one are out of every new token's sight."""
-        policy = self._cache.policy
-        first = 0 if window is None else max(0, self.length - window + 1)
-        if first >= policy.sink and policy.window is not None:
-            first = max(first, self.length - policy.window + 1)
-        return self._cache.row(first)
+        return self.rows_in_sight(self.length, window)[0]
+
+    def rows_in_sight(self, position: int, window: int | None) -> tuple[int, int, int]:
+        """Of a token at `position`, not below `length`: it sees the rows from `first` to `end` and those from `second` on.
+
+        end == second where nothing lies hidden between what it sees of the sink and its window.
+        """
+        policy, row = self._cache.policy, self._cache.row
+        first = 0 if window is None else max(0, position - window + 1)
+        second = first if policy.window is None else max(first, position - policy.window + 1)
+        if first >= policy.sink:
+            return row(second), row(second), row(second)
+        return first, min(policy.sink, second), row(max(second, policy.sink))
 
     def mask(self, window: int | None, num_groups: int) -> torch.Tensor | None:
         """[num_groups * size, rows from first_row on + size], 0 or -inf; None: everything is seen."""
@@ -50,7 +58,7 @@ class SegmentPlan:
         """bool [size, rows from first_row on + size]: what each new token sees."""
         device = self._cache.keys.device
         sink = self._cache.policy.sink
-        related = ancestry(self._parents, self.size).to(device)
+        related = ancestry(self.parents, self.size).to(device)
         own = self.length + related.sum(dim=1) - 1  # [size] positions
         rows = torch.arange(self.first_row(window), self.num_rows, device=device)
         committed = torch.where(rows < sink, rows, rows + self._cache.dropped)

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from runtime.backends.base import TargetInfo
+from runtime.backends.transformers.contiguous import ContiguousAttention
+from runtime.backends.transformers.invariant import InvariantAttention, check_invariance, make_invariant
 from runtime.backends.transformers.pool import ContiguousPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
-from runtime.config import BackendConfig, Dtype, ModelConfig
+from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
 from runtime.errors import ConfigError, ModelError
 from runtime.hidden_states import default_aux_layer_ids
 from runtime.linear import pack_linears
@@ -28,15 +30,32 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
     dtype = choose_dtype(model.dtype, device)
     eos_token_ids = Tokenizer.load(resolved.path).eos_token_ids
     loaded = _read(resolved, dtype, device)
-    return build(loaded, name=resolved.name, fingerprint=resolved.fingerprint, eos_token_ids=eos_token_ids)
+    return build(
+        loaded,
+        name=resolved.name,
+        fingerprint=resolved.fingerprint,
+        eos_token_ids=eos_token_ids,
+        numerics=backend.numerics,
+    )
 
 
-def build(model: PreTrainedModel, *, name: str, fingerprint: str, eos_token_ids: tuple[int, ...]) -> TransformersTarget:
+def build(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    fingerprint: str,
+    eos_token_ids: tuple[int, ...],
+    numerics: Numerics = Numerics.DEFAULT,
+) -> TransformersTarget:
     """A target of a model in memory, which becomes the target's own: its linear layers are packed in place."""
     model.train(False)
     model.requires_grad_(False)
     embedding, lm_head = embedding_and_head(model)  # before packing takes the head's plain weight away
-    pack_linears(model)
+    is_invariant = numerics is Numerics.INVARIANT
+    if is_invariant:
+        make_invariant(model)
+    else:
+        pack_linears(model)
     shape = probe_model(model)
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not max_positions:
@@ -53,7 +72,11 @@ def build(model: PreTrainedModel, *, name: str, fingerprint: str, eos_token_ids:
         dtype=str(shape.dtype).removeprefix("torch."),
         device=str(shape.device),
     )
-    return TransformersTarget(model, info, ContiguousPool(shape), embedding, lm_head)
+    pool = ContiguousPool(shape, InvariantAttention if is_invariant else ContiguousAttention)
+    target = TransformersTarget(model, info, pool, embedding, lm_head)
+    if is_invariant:
+        check_invariance(target)
+    return target
 
 
 def choose_device(device: str) -> torch.device:

@@ -162,6 +162,7 @@ def _speculation(by_version: Mapping[str, SpeculationStats]) -> Iterator[Metric]
 def _load(stats: EngineStats, num_queued: int) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Generations in the running batch.", {"": stats.num_running})
     yield _gauge("num_requests_waiting", "Generations waiting for admission or the batch.", {"": stats.num_waiting + num_queued})
+    yield _counter("num_preemptions", "Times that a generation had to wait again for K/V.", {"": stats.num_preempted})
     usage = stats.kv_bytes / stats.kv_budget_bytes if stats.kv_budget_bytes else 0.0
     yield _gauge("kv_cache_usage_perc", "K/V bytes over their budget, 1 is full.", {"": usage})
     yield _counter("prompt_tokens", "Prompt tokens taken.", {"": stats.prompt_tokens})

@@ -106,7 +106,12 @@ def test_versions_are_told_apart_and_counts_are_added_before_dividing() -> None:
         "new": SpeculationStats(5, 15, 10, [5, 3, 2], [5, 5, 5]),
     }
     stats = EngineStats(
-        speculation=by_version, drafter_version="new", num_evicted={"EVICTED_LRU": 3}, kv_bytes=5, kv_budget_bytes=20
+        speculation=by_version,
+        drafter_version="new",
+        num_evicted={"EVICTED_LRU": 3},
+        num_preempted=7,
+        kv_bytes=5,
+        kv_budget_bytes=20,
     )
     metrics = ServerMetrics()
     admission = Admission(AdmissionConfig())
@@ -121,6 +126,7 @@ def test_versions_are_told_apart_and_counts_are_added_before_dividing() -> None:
     assert value(samples, "spec_decode_num_accepted_tokens_per_pos_total", position="2") == 2
     assert value(samples, "num_requests_waiting") == 2
     assert value(samples, "kv_cache_usage_perc") == 0.25
+    assert value(samples, "num_preemptions_total") == 7
     assert value(samples, "session_evicted_total", reason="EVICTED_LRU") == 3
     assert value(samples, "drafter_events_total", event="activated") == 4
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from runtime.errors import CapacityExhausted, EngineUnavailable, InvalidRequest
 from runtime.files import temporary_directory
 from runtime.registry import DrafterEntry, LifecycleEvent
-from runtime.rpc import codec
 from runtime.rpc import drafters_codec as drafters
 from runtime.rpc.v1 import drafters_pb2 as pb
 from runtime.rpc.v1 import drafters_pb2_grpc
-from serving.grpc_server import Context, GrpcServer, statuses
+from serving.grpc_server import Context, GrpcServer, check, statuses
 from serving.lifecycle import Lifecycle
 from serving.uploads import Upload
 
@@ -144,7 +143,7 @@ class _Unread:
 
 async def _checked(requests: AsyncIterator[pb.StageRequest]) -> AsyncIterator[pb.StageRequest]:
     async for request in requests:
-        codec.refuse_unknown(request)
+        check(request)
         yield request
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from runtime.errors import SlipstreamError
+from runtime.errors import InvalidRequest, SlipstreamError
 from runtime.rpc import codec
 from runtime.rpc.status import to_status
 from serving import auth
@@ -39,10 +39,10 @@ _KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 
 
 @asynccontextmanager
 async def statuses(context: Context, request: Message | None = None) -> AsyncIterator[None]:
-    """Refuse fields that we do not know, and end the call with the status of any error."""
+    """Check the request, and end the call with the status of any error."""
     try:
         if request is not None:
-            codec.refuse_unknown(request)
+            check(request)
         yield
     except SlipstreamError as error:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -55,17 +55,27 @@ async def statuses(context: Context, request: Message | None = None) -> AsyncIte
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
+def check(request: Message | DecodeError) -> None:
+    """Refuse what is no message, and fields that this server does not know."""
+    if isinstance(request, DecodeError):
+        raise InvalidRequest("request", f"The request is not a message of this call: {request}.")
+    codec.refuse_unknown(request)
+
+
 class Gate(grpc.aio.ServerInterceptor):
     """Lets a call pass if its key may make it."""
 
     def __init__(self, keys: Keys | None, *, open_probes: bool) -> None:
         self._keys = keys
         self._open = {HEALTH, REFLECTION} if open_probes else set()
+        self._ours: set[str] = set()
         self._needs_admin: set[str] = set()
 
-    def reserve(self, service: str) -> None:
-        """This service is for admins."""
-        self._needs_admin.add(service)
+    def know(self, service: str, *, needs_admin: bool) -> None:
+        """A service whose calls `check` their requests."""
+        self._ours.add(service)
+        if needs_admin:
+            self._needs_admin.add(service)
 
     def key_of(self, context: Context) -> Key:
         """The caller of a call that passed."""
@@ -83,11 +93,27 @@ class Gate(grpc.aio.ServerInterceptor):
                 auth.authorize(self._keys, authorization, needs_admin=service in self._needs_admin)
             except SlipstreamError as error:
                 return _refusal(error)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return _forgiving(handler) if handler is not None and service in self._ours else handler
 
 
 def _authorization(metadata: Any) -> str | None:
     return next((value for key, value in metadata or () if key == "authorization"), None)
+
+
+def _forgiving(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler; bytes that are no message reach it as the DecodeError that they gave, and not the caller as UNKNOWN."""
+    read = handler.request_deserializer
+
+    def deserialize(data: bytes) -> Message | DecodeError:
+        try:
+            message: Message = read(data)
+        except DecodeError as error:
+            return error
+        return message
+
+    forgiving: grpc.RpcMethodHandler[Any, Any] = handler._replace(request_deserializer=deserialize)
+    return forgiving
 
 
 def _refusal(error: SlipstreamError) -> grpc.RpcMethodHandler[Any, Any]:
@@ -145,8 +171,7 @@ class GrpcServer:
         """Serve one service. add: the generated add_...Servicer_to_server."""
         add(servicer, self._server)
         self._services.append(service.full_name)
-        if needs_admin:
-            self.gate.reserve(service.full_name)
+        self.gate.know(service.full_name, needs_admin=needs_admin)
 
     async def start(self) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -28,6 +28,7 @@ from runtime.rpc.client import RuntimeClient
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.types import CachePolicy, Done, DrafterPolicy, SamplingParams, SessionInfo, SessionOptions, Started, Switch, Tokens
+from serving.config import ServerConfig
 
 from .conftest import Running, StartServer, wait_for
 
@@ -247,6 +248,24 @@ def test_a_field_of_the_future_is_refused(channel: grpc.Channel) -> None:
     assert "99" in refused.value.details()
 
 
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x02\xff\xfe", b"\x0a\xff\xff\xff\xff\x0f"])
+def test_bytes_that_are_no_message_are_refused_as_such(channel: grpc.Channel, client: RuntimeClient, data: bytes) -> None:
+    for method in ("CreateSession", "AppendTokens"):
+        call = channel.unary_unary(f"/slipstream.v1.RuntimeService/{method}", request_serializer=bytes)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(data)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(refused.value, error_details_pb2.ErrorInfo).reason == "INVALID_REQUEST"
+    assert client.list_sessions() == []
+
+
+def test_a_message_that_is_too_large_is_refused(client: RuntimeClient, session: SessionInfo) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.append(session.session_id, text="a" * 9_000_000)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert client.get_session(session.session_id).history_length == session.history_length
+
+
 def test_an_expectation_that_fails_is_a_precondition(stub: Any, client: RuntimeClient, session: SessionInfo) -> None:
     request = pb.AppendTokensRequest(session_id=session.session_id, token_ids=[1], expected_history_length=0)
     with pytest.raises(grpc.RpcError) as refused:
@@ -408,6 +427,21 @@ def test_a_client_can_be_made_from_reflection_alone(channel: grpc.Channel) -> No
     session = call(make(request_id="by-hand"))
     assert session.vocab_size == 320
     assert session.options.ttl_s == 3600
+
+
+def test_a_stream_that_ends_within_the_grace_is_whole(start_server: StartServer) -> None:
+    running = start_server(server=ServerConfig(http_port=0, grpc_port=0, shutdown_grace_s=20))
+    with running.client() as client:
+        session = client.create_session()
+        client.append(session.session_id, text=PROMPT)
+        running.target.delay_s = SLOW_S
+        events = iter(client.generate(session.session_id, GREEDY))
+        next(events)
+        running.stop()
+        *tokens, done = events
+        assert isinstance(done, Done)
+        assert (done.finish_reason, len(tokens_of(tokens))) == ("length", 24)
+    running.ended.result(timeout=10)
 
 
 def test_stopping_turns_health_and_ends_streams_after_the_grace(start_server: StartServer) -> None:

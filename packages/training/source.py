@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from runtime.drafters import embedded
+from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.none import NoDrafter
 from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable
 from runtime.models import absolute
 from runtime.registry import Registry, VersionRecord
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = re.compile(r"(?P<scheme>grpcs?)://(?P<address>[^/\s]+:\d{1,5})/?")
 RETRY_S = 0.5
+KINDS = (NgramDrafter.version, NoDrafter.version)  # what a server may serve besides versions
 
 
 class Source:
@@ -82,7 +85,7 @@ class ServerVersions:
         try:
             self._registry.path(version)
         except DrafterRejected:
-            if version != self._unknown:
+            if version != self._unknown and version not in KINDS:
                 self._unknown = version
                 logger.info(
                     "the server's drafter %s is not on this machine: candidates are compared to where the run began", version

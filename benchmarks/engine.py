@@ -40,6 +40,7 @@ from runtime.config import (
     DrafterKind,
     Dtype,
     ModelConfig,
+    Numerics,
     SpeculationConfig,
     SpeculationMode,
     TreeShape,
@@ -100,7 +101,7 @@ class Bench:
         self.plan = plan
         self._resolved: ResolvedModel = resolve(options.model)
         self._model = ModelConfig(options.model, Dtype(options.dtype), options.device)
-        self._backend = BackendConfig(num_threads=options.threads)
+        self._backend = BackendConfig(options.backend, options.threads, Numerics(options.numerics))
         self._drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
         self._engines: dict[SpeculationMode, Served] = {}
         self._stack = ExitStack()
@@ -207,6 +208,8 @@ def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "model": bench.info.name,
         "dtype": bench.info.dtype,
         "device": bench.info.device,
+        "backend": options.backend,
+        "numerics": options.numerics,
         "drafter_version": bench.served(SpeculationMode.FIXED).engine.drafter_version,
         "threads": torch.get_num_threads(),
         "prompts": {"files": [path.name for path in options.prompts], "used": len(bench.prompts), "too_long": bench.num_skipped},
@@ -238,6 +241,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", type=Path, help="an EAGLE3 checkpoint directory; the embedded one if left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, auto")
     parser.add_argument("--dtype", choices=[one.value for one in Dtype], default=Dtype.AUTO.value)
+    parser.add_argument("--backend", default=BackendConfig().name, help="of our arms: transformers or mlx")
+    parser.add_argument("--numerics", choices=[one.value for one in Numerics], default=Numerics.DEFAULT.value)
     parser.add_argument("--threads", type=int, help="CPU threads of a forward; torch's own choice if left out")
     parser.add_argument("--per-domain", type=int, help="prompts of each category")
     parser.add_argument("--max-tokens", type=int, help="of an answer, in the section single")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runtime.backends.base import TargetInfo
-from runtime.config import BackendConfig, Dtype, ModelConfig
+from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
 from runtime.errors import ConfigError, ModelError
 from runtime.hidden_states import default_aux_layer_ids
 from runtime.models import ResolvedModel, Tokenizer
@@ -37,6 +37,8 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
         raise ConfigError("model.dtype is 'bfloat16'; the mlx backend computes in float32, so it must be auto or float32.")
     if model.device not in ("auto", "cpu"):
         raise ConfigError(f"model.device is {model.device!r}; with the mlx backend it must be auto (MLX's own choice) or cpu.")
+    if backend.numerics is not Numerics.DEFAULT:
+        raise ConfigError(f"backend.numerics is {backend.numerics.value!r}; the mlx backend knows only default.")
     if backend.num_threads is not None:
         torch.set_num_threads(backend.num_threads)  # of drafting and sampling; MLX has no such setting
     device = mx.default_device() if model.device == "auto" else mx.Device(mx.DeviceType.cpu)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.backends import load_target
 from runtime.backends.base import Segment, Target
-from runtime.config import BackendConfig, Dtype, ModelConfig
+from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
 from runtime.errors import ConfigError, ModelError
 from runtime.models import ResolvedModel
 
@@ -173,6 +173,11 @@ def test_positions_that_come_out_wrong_are_noticed(make: MakeModel, monkeypatch:
 def test_a_setting_that_mlx_does_not_know_is_refused(tiny: ResolvedModel, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tiny, **settings)
+
+
+def test_invariant_numerics_are_refused(tiny: ResolvedModel) -> None:
+    with pytest.raises(ConfigError, match=r"backend\.numerics is 'invariant'; the mlx backend knows only default"):
+        load_target(BackendConfig(name="mlx", numerics=Numerics.INVARIANT), ModelConfig(), tiny)
 
 
 def test_without_the_extra_its_name_is_told(tiny: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:

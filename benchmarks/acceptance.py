@@ -22,7 +22,15 @@ from pathlib import Path
 
 import machine
 
-from runtime.config import BackendConfig, DrafterConfig, DrafterKind, ModelConfig, SessionsConfig, SpeculationConfig
+from runtime.config import (
+    BackendConfig,
+    DrafterConfig,
+    DrafterKind,
+    ModelConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    SpeculationMode,
+)
 from runtime.engine.build import build_engine
 from runtime.engine.local import LocalEngine
 from runtime.errors import SlipstreamError
@@ -128,7 +136,7 @@ def main() -> int:
     prompts = read(options.prompts, options.per_category, options.seed)
     drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
     sessions = SessionsConfig(max_batch_sessions=options.concurrency)
-    speculation = SpeculationConfig(options.draft_tokens)
+    speculation = SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=options.draft_tokens)
     try:
         engine = build_engine(ModelConfig(options.model), BackendConfig(), drafter, speculation, sessions)
         engine.start()

@@ -104,13 +104,37 @@ class DrafterConfig:
         require(needs_path or self.path is None, "drafter.path", self.path, "unset unless drafter=eagle3")
 
 
+class SpeculationMode(Choice):
+    ADAPTIVE = "adaptive"  # as much as makes the most tokens per second right now, nothing included
+    FIXED = "fixed"  # always drafts of the greatest size that is set
+
+
+class TreeShape(Choice):
+    CHAIN = "chain"
+    TREE = "tree"
+    AUTO = "auto"  # whichever is faster; chains when fixed
+
+
 @dataclass
 class SpeculationConfig:
-    max_draft_tokens: int = 5  # chain length; 0 decodes plainly
+    mode: SpeculationMode = SpeculationMode.ADAPTIVE
+    shape: TreeShape = TreeShape.AUTO
+    max_draft_tokens: int = 5  # depth: of a chain or of a tree; 0 decodes plainly
+    tree_nodes: int = 12  # of a tree in all
+    tree_width: int = 4  # nodes that a level goes on from, and children of each
 
     def __post_init__(self) -> None:
         ok = 0 <= self.max_draft_tokens <= 64
         require(ok, "speculation.max_draft_tokens", self.max_draft_tokens, "between 0 and 64")
+        require(1 <= self.tree_nodes <= 63, "speculation.tree_nodes", self.tree_nodes, "between 1 and 63")
+        require(2 <= self.tree_width <= 16, "speculation.tree_width", self.tree_width, "between 2 and 16")
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Of one draft, whatever its shape."""
+        if self.max_draft_tokens == 0 or self.shape is TreeShape.CHAIN:
+            return self.max_draft_tokens
+        return max(self.max_draft_tokens, self.tree_nodes)
 
 
 @dataclass

@@ -35,7 +35,7 @@ defaults:
   - model: smollm2-135m
   - backend: transformers
   - drafter: auto
-  - speculation: chain
+  - speculation: adaptive
   - sessions: default
   - capture: all
   - features: local
@@ -228,9 +228,9 @@ def test_the_settings_of_the_runtime() -> None:
     """A new setting needs an argument: whoever adds one says so here."""
     leaves = {
         "model": "name dtype device",
-        "backend": "name num_threads",
+        "backend": "name num_threads numerics",
         "drafter": "kind path",
-        "speculation": "max_draft_tokens",
+        "speculation": "mode shape max_draft_tokens tree_nodes tree_width",
         "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib prefix_reuse",
         "capture": "enabled by_default sampling_rate min_generated_tokens max_row_tokens heldout_fraction heldout_max_rows "
         "queue_max_rows redact classify max_age_s max_trained_rows",

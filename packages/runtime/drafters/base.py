@@ -56,12 +56,33 @@ class Draft:
         """[i]: node i's parent, of a chain too."""
         return range(-1, len(self.token_ids) - 1) if self.parents is None else self.parents
 
+    @property
+    def depth(self) -> int:
+        return max(self.depths(), default=-1) + 1
+
+    def only(self, nodes: Sequence[int]) -> Draft:
+        """The draft of these nodes, ascending, whose parents are among them or the history."""
+        places = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
+        return Draft(
+            token_ids=[self.token_ids[node] for node in nodes],
+            probs=None if self.probs is None else [self.probs[node] for node in nodes],
+            parents=None if self.parents is None else [places[self.parents[node]] for node in nodes],
+            confidences=None if self.confidences is None else [self.confidences[node] for node in nodes],
+        )
+
     def children(self) -> list[list[int]]:
         """[i + 1]: the children of node i, [0]: of the last token of the history; in order of drawing."""
         children: list[list[int]] = [[] for _ in range(len(self.token_ids) + 1)]
         for node, parent in enumerate(self.lineage):
             children[parent + 1].append(node)
         return children
+
+    def likeliest_chain(self) -> list[int]:
+        """From the history on always the child with the greatest confidence; the first, where they tie or say nothing."""
+        children, chain = self.children(), [-1]
+        while below := children[chain[-1] + 1]:
+            chain.append(below[0] if self.confidences is None else max(below, key=self.confidences.__getitem__))
+        return chain[1:]
 
     def depths(self) -> list[int]:
         """Of each node, 0 right behind the history."""

@@ -7,6 +7,7 @@ may fail in any way: then its sessions go without drafts for a step, and the out
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Sequence
 
 from runtime.drafters.base import Draft, Drafter, DraftRequest
@@ -14,7 +15,7 @@ from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.sessions.session import DraftState, Session
-from runtime.speculation.depth import Ask, Pacer, Shape
+from runtime.speculation.depth import Ask, Pacer
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class Drafting:
 
     def forget(self, version: str) -> None:
         """Nobody is pinned to it any more."""
-        if version != self.active.version:
-            self.loaded.pop(version, None)
+        if version != self.active.version and self.loaded.pop(version, None) is not None:
+            self._pacer.forget(version)
 
     # --- what it proposes ---
 
@@ -67,43 +68,60 @@ class Drafting:
         for work in works:
             work.drafter = self.drafter_for(work.request)
         drafting = [work for work in works if work.drafter is not None]
-        shapes = self._pacer.choose([_ask(work) for work in drafting])
-        asked: dict[str, list[tuple[Work, Shape]]] = {}
-        for work, shape in zip(drafting, shapes, strict=True):
-            if shape.depth:
-                assert work.drafter is not None
-                asked.setdefault(work.drafter.version, []).append((work, shape))
-        for of_one in asked.values():
-            self._ask(of_one)
-
-    def _ask(self, works: Sequence[tuple[Work, Shape]]) -> None:
-        """One call of the drafter that these share."""
-        drafter = works[0][0].drafter
-        assert drafter is not None
-        requests = [self._request(work.request, drafter, shape) for work, shape in works]
-        try:
-            drafts = [
-                clip(draft, request.depth, self._vocab_size)
-                for request, draft in zip(requests, drafter.propose(requests), strict=True)
-            ]
-        except Exception:  # a drafter may fail in any way; the output must not depend on it
-            log.exception("Drafter %s failed; this step runs without its drafts.", drafter.version)
-            self.num_failures += 1
-            for work, _ in works:
-                self._holdings.drop_draft(work.request.session)
+        if not drafting:
             return
-        for (work, _), draft in zip(works, drafts, strict=True):
+        context = sum(work.request.session.cached for work in works) // len(works)
+        asks = [_ask(work) for work in drafting]
+        shapes = self._pacer.choose(asks, len(works), context)
+        calls: dict[tuple[str, int], list[Work]] = {}
+        for work, ask, shape in zip(drafting, asks, shapes, strict=True):
+            work.ask, work.shape = ask, shape
+            if shape.depth:
+                calls.setdefault((ask.version, shape.width), []).append(work)
+        seconds = sum(self._propose(version, width, of_one) for (version, width), of_one in calls.items())
+        asked = [work for of_one in calls.values() for work in of_one]
+        drafts = self._pacer.cut([(work.ask, work.draft) for work in asked if work.ask], len(works), context, seconds)
+        for work, draft in zip(asked, drafts, strict=True):
             work.draft = draft
-            work.request.note_drafter(drafter.version)
 
-    def _request(self, request: Request, drafter: Drafter, shape: Shape) -> DraftRequest:
-        session = request.session
+    def _propose(self, version: str, width: int, works: Sequence[Work]) -> float:
+        """One call of the drafter that these share; the seconds that it took."""
+        drafter = works[0].drafter
+        assert drafter is not None
+        requests = [self._request(work, drafter) for work in works]
+        started = time.perf_counter()
+        try:
+            proposals = drafter.propose(requests)
+            seconds = time.perf_counter() - started
+            drafts = [clip(draft, request.depth, self._vocab_size) for request, draft in zip(requests, proposals, strict=True)]
+        except Exception:  # a drafter may fail in any way; the output must not depend on it
+            log.exception("Drafter %s failed; this step runs without its drafts.", version)
+            self.num_failures += 1
+            for work in works:
+                self._holdings.drop_draft(work.request.session)
+            return 0.0
+        for work, draft in zip(works, drafts, strict=True):
+            work.draft = draft
+            work.request.note_drafter(version)
+        if self._pacer.costs is not None:
+            depth = max(request.depth for request in requests)
+            self._pacer.costs.record_proposal(version, width, len(works), depth, seconds)
+        return seconds
+
+    def record(self, work: Work, path: Sequence[int]) -> None:
+        """What became of a draft: the nodes that were accepted."""
+        if work.ask is not None and work.shape.depth:
+            self._pacer.record(work.ask, work.shape, work.draft, path)
+
+    def _request(self, work: Work, drafter: Drafter) -> DraftRequest:
+        request, session, shape = work.request, work.request.session, work.shape
         if session.draft is not None and session.draft.drafter is not drafter:
             self._holdings.drop_draft(session)
         if session.draft is None:
             first = session.first_kept
             session.draft = DraftState(drafter, drafter.new_state(), position=first, first=first)
         position = min(session.draft.position, session.cached - 1)  # at least the last row, to draft from
+        position = max(position, session.first_kept)
         session.draft.position = session.cached
         return DraftRequest(
             state=session.draft.handle,
@@ -112,7 +130,8 @@ class Drafting:
             history=session.history,
             depth=shape.depth,
             width=shape.width,
-            temperature=request.params.temperature,
+            num_nodes=shape.num_nodes,
+            temperature=request.draft_temperature,
             uniforms=request.drafting(shape.depth),
         )
 
@@ -122,7 +141,8 @@ def _ask(work: Work) -> Ask:
     request = work.request
     asked = request.params.max_draft_tokens
     limit = request.num_remaining if asked is None else min(asked, request.num_remaining)
-    return Ask(work.drafter.version, limit)
+    kind = "greedy" if request.params.is_greedy else "sampled" if request.draft_temperature else "seeded"
+    return Ask(work.drafter.version, limit, kind)
 
 
 def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
@@ -133,16 +153,8 @@ def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
         raise ValueError(
             f"A draft of {len(draft.token_ids)} nodes has parents {draft.parents}; each must be an earlier node, or -1."
         )
-    kept: dict[int, int] = {-1: -1}  # node -> its new place
+    kept = {-1}
     for node, level in zip(range(num_nodes), draft.depths(), strict=False):
         if level < depth and 0 <= draft.token_ids[node] < vocab_size and draft.lineage[node] in kept:
-            kept[node] = len(kept) - 1
-    del kept[-1]
-    if len(kept) == len(draft.token_ids):
-        return draft
-    return Draft(
-        token_ids=[draft.token_ids[node] for node in kept],
-        probs=draft.probs and [draft.probs[node] for node in kept],
-        parents=None if draft.parents is None else [kept.get(draft.parents[node], -1) for node in kept],
-        confidences=draft.confidences and [draft.confidences[node] for node in kept],
-    )
+            kept.add(node)
+    return draft if len(kept) > len(draft.token_ids) else draft.only(sorted(kept - {-1}))

@@ -67,6 +67,7 @@ class LocalEngine:
         return self._loop.is_running
 
     def start(self) -> None:
+        self._stepper.prepare()
         self._loop.start()
 
     def stop(self) -> None:
@@ -245,8 +246,10 @@ class LocalEngine:
             tokenizer_hash=self.tokenizer.hash,
             vocab_size=self._info.vocab_size,
         )
+        ttl_s = found.options.ttl_s  # of a server that allowed more, maybe
+        options = found.options if ttl_s is None else replace(found.options, ttl_s=min(ttl_s, self._store.max_ttl_s))
         with self._lock:
-            session = self._new_session(found.options, request_id)
+            session = self._new_session(options, request_id)
             if session.history or not session.is_idle:  # another call with this request id was faster
                 made = session
             else:
@@ -299,6 +302,7 @@ class LocalEngine:
                 self._stepper.stats(),
                 num_running=self._loop.num_running,
                 num_waiting=self._loop.num_waiting,
+                num_preempted=self._loop.num_preempted,
                 num_sessions=len(self._store),
                 num_evicted=dict(self._store.num_evicted),
             )

@@ -99,6 +99,11 @@ class Request:
     def num_remaining(self) -> int:
         return self.max_tokens - self.num_emitted
 
+    @property
+    def draft_temperature(self) -> float:
+        """0: drafts are certain. With a seed they are, so that its tokens depend on nothing that was drafted."""
+        return self.params.temperature if self.params.seed is None else 0.0
+
     def drafting(self, num_places: int) -> torch.Tensor | None:
         """The numbers to draft the next tokens with, float64 [num_places]; None: greedy."""
         return None if self._uniforms is None else self._uniforms.at(self.num_emitted, num_places)[:, 0]

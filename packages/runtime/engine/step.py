@@ -12,14 +12,16 @@ yet takes part in one forward more, from which nothing is sampled; so between tu
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from runtime.backends.base import SegmentOutput, Target
-from runtime.config import SessionsConfig, SpeculationConfig
+from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode
 from runtime.drafters.base import Drafter
 from runtime.engine.base import EngineStats
+from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
 from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
@@ -47,13 +49,19 @@ class Stepper:
         tap: Tap | None,
     ) -> None:
         self.holdings = Holdings(target, sessions)
-        self.drafting = Drafting(drafter, Pacer(speculation), self.holdings, target.info.vocab_size)
+        self._pacer = Pacer(speculation)
+        self.drafting = Drafting(drafter, self._pacer, self.holdings, target.info.vocab_size)
         self._target = target
         self._info = target.info
-        self._max_draft_tokens = speculation.max_draft_tokens
+        self._speculation = speculation
         self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
         self._tap = tap
         self._stats = EngineStatsBuilder()
+
+    def prepare(self) -> None:
+        """Before the first step: measure what there is to measure, if anything depends on it."""
+        if self._speculation.mode is SpeculationMode.ADAPTIVE and self._speculation.max_draft_tokens:
+            self._pacer.costs = measure_forward(self._target)
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Request]) -> None:
@@ -61,18 +69,21 @@ class Stepper:
         works = self._schedule(batch)
         if not works:
             return
-        self.drafting.draft([work for work in works if work.is_decode])
+        decoding = [work for work in works if work.is_decode]
+        self.drafting.draft(decoding)
+        started, context = time.perf_counter(), sum(work.request.session.cached for work in works) // len(works)
         outputs = self._verify(works)
         for work, output in zip(works, outputs, strict=True):
             self._commit(work, output)
         self.holdings.count()
+        if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
+            num_rows = sum(1 + len(work.draft.token_ids) for work in works)
+            self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
 
     # --- schedule ---
 
     def _schedule(self, batch: Sequence[Request]) -> list[Work]:
-        live = [request for request in batch if not self._end(request)]
-        for request in live:
-            self._enter(request)
+        live = [request for request in batch if not self._end(request) and self._enter(request)]
         num_prefilling = sum(_num_pending(request) > 1 for request in live)
         share = max(MIN_PREFILL_TOKENS, self._prefill_chunk_tokens // max(num_prefilling, 1))
         return [self._plan(request, share) for request in live]
@@ -87,16 +98,25 @@ class Stepper:
         self._finish(request)
         return True
 
-    def _enter(self, request: Request) -> None:
-        """For the first time, or again after it had to wait: what of its history is cached is known from here on."""
+    def _enter(self, request: Request) -> bool:
+        """For the first time, or again after it had to wait: what of its history is cached is known from here on.
+
+        False: the target had no room for it, so it failed; the others go on.
+        """
         if request.is_started and request.session.cache is not None:
-            return
-        self.holdings.open(request.session)
+            return True
+        try:
+            self.holdings.open(request.session)
+        except Exception as error:  # a device's own, most likely
+            log.exception("No K/V for session %s; its generation ends.", request.session.id)
+            request.fail(EngineUnavailable(f"The target gave no room for the session's K/V: {error}. Try again later."))
+            return False
         if not request.is_started:
             request.start(self.drafting.active.version, self._info.fingerprint)
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += request.num_cached_tokens
         self._tell_dropped(request)
+        return True
 
     def _tell_dropped(self, request: Request) -> None:
         session = request.session
@@ -139,12 +159,11 @@ class Stepper:
         path: Sequence[int] = ()
         if work.gives_tokens and not request.is_ending:
             try:
-                verdict = verify(
-                    output.logits, work.draft, request.processor, request.judging(max(work.draft.depths(), default=-1) + 2)
-                )
+                verdict = verify(output.logits, work.draft, request.processor, request.judging(work.draft.depth + 1))
             except (SlipstreamError, ValueError) as error:  # unusable logits, or a draft outside its own distribution
                 request.fail(error)
                 return
+            self.drafting.record(work, verdict.path)
             num_taken = request.take(verdict, output.logits)
             path = verdict.path[:num_taken]
             self._count(work, num_taken, len(path))
@@ -160,7 +179,7 @@ class Stepper:
         self._stats.generation_tokens += num_taken
         if not work.is_decode:
             return
-        num_drafted, depth = len(work.draft.token_ids), max(work.draft.depths(), default=-1) + 1
+        num_drafted, depth = len(work.draft.token_ids), work.draft.depth
         work.request.speculation.record(num_drafted, num_accepted, depth)
         if work.drafter is not None:
             self._stats.for_version(work.drafter.version).record(num_drafted, num_accepted, depth)
@@ -200,7 +219,7 @@ class Stepper:
         return self.holdings.growth_bytes(request.session, len(request.session.history) + ahead)
 
     def _step_bytes(self, request: Request) -> int:
-        num_rows = min(_num_pending(request), self._prefill_chunk_tokens) + self._max_draft_tokens
+        num_rows = min(_num_pending(request), self._prefill_chunk_tokens) + self._speculation.max_draft_nodes
         return self.holdings.growth_bytes(request.session, request.session.cached + num_rows)
 
     def awaits_prefix(self, request: Request, running: Iterable[Request]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from runtime.backends.base import Segment
 from runtime.drafters.base import Draft, Drafter
 from runtime.engine.request import Request
+from runtime.speculation.depth import PLAIN, Ask, Shape
 
 
 @dataclass
@@ -21,7 +22,9 @@ class Work:
     is_last_chunk: bool  # reaches the end of the history, so its last logits give the next token
     is_settling: bool = False  # the turn is over: only the K/V of its last token is missing
     draft: Draft = field(default_factory=lambda: Draft([]))
-    drafter: Drafter | None = None  # which of them was asked, if one was
+    drafter: Drafter | None = None  # that speculates for this session, if one does
+    ask: Ask | None = None  # and how the pacer was asked for the shape of its draft
+    shape: Shape = PLAIN
 
     @property
     def is_decode(self) -> bool:

@@ -1,11 +1,35 @@
-"""How much to draft: the shape of the next draft of each decoding session. Pure arithmetic; knows no model and no session."""
+"""How much to draft: the shape of the next draft of each decoding session. Pure arithmetic; knows no model and no session.
+
+Adaptive: of the shapes that the settings allow, no draft included, the one that promises the most tokens per second for the
+whole batch, by what drafts of this kind gained lately (`acceptance`) and what a step costs here (`costs`):
+
+    tokens    sum over sessions of 1 + gain(depth)
+    seconds   forward(sessions + drafted nodes) + proposal(depth)
+
+Certain drafts that say how sure they are get cut once more when they are there: nodes that are not worth their row are not
+verified. Sampled chains are never cut, since what is cut must not depend on what was drawn. Now and then, for a step or two,
+drafts are made where none are worth it, left uncut, or of the other width, so that a change is noticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from runtime.config import SpeculationConfig
+from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
+from runtime.drafters.base import Draft
+from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
+from runtime.speculation.costs import Costs
+
+RECHECK_STEPS = 8  # a choice holds for so many steps of the same batch
+IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
+UNCUT_EVERY = 16  # steps
+PROBE_DEPTH, PROBE_STEPS = 2, 2
+PROBE_SHARE = 8  # one of so many sessions takes part
+FIRST_PROBE_GAP, LAST_PROBE_GAP = 32, 512  # steps without drafts between two probes; doubles each time
+PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
+MEMORY_PER_SESSION = 32  # observations more that averages remember for each session of the batch
+OTHER_WIDTH_EVERY, OTHER_WIDTH_STEPS = 256, 4
 
 
 @dataclass(frozen=True)
@@ -14,6 +38,14 @@ class Shape:
 
     depth: int
     width: int = 1  # 1: a chain
+    num_nodes: int | None = None  # of a tree, at most
+
+    def cut(self, limit: int) -> Shape:
+        return replace(self, depth=min(self.depth, limit))
+
+
+PLAIN = Shape(0)
+Group = tuple[str, str]  # a drafter's version and the kind of its sessions
 
 
 @dataclass(frozen=True)
@@ -21,13 +53,232 @@ class Ask:
     """One decoding session's side of the choice."""
 
     version: str  # of its drafter
-    limit: int  # drafts that it can use at most
+    limit: int  # levels that it can use at most
+    kind: str = ""  # sessions whose drafts fare differently (greedy, sampled) are judged apart
 
 
 class Pacer:
-    def __init__(self, config: SpeculationConfig) -> None:
-        self._fixed = Shape(config.max_draft_tokens)
+    """costs: None pins the shape, whatever the mode."""
 
-    def choose(self, asks: Sequence[Ask]) -> list[Shape]:
-        """A shape for each session of the next step's batch."""
-        return [Shape(min(self._fixed.depth, ask.limit), self._fixed.width) for ask in asks]
+    def __init__(self, config: SpeculationConfig, costs: Costs | None = None) -> None:
+        self._config = config
+        self.costs = costs
+        self._acceptance: dict[tuple[Group, int], Acceptance] = {}  # by group and width
+        self._confidence: dict[Group, Confidence] = {}
+        self._habits: dict[Group, _Habit] = {}
+        self._choice: tuple[Hashable, dict[Group, Shape]] = ((), {})  # what it was made for, and what it is
+        self._num_steps = 0
+        self._num_sessions = 0  # in the last step
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.costs is not None and self._config.mode is SpeculationMode.ADAPTIVE
+
+    # --- before drafting ---
+
+    def choose(self, asks: Sequence[Ask], num_sessions: int, context: int) -> list[Shape]:
+        """A shape for each of the sessions that ask, among the num_sessions of the next step, whose mean history is `context`."""
+        if not self.is_adaptive:
+            fixed = self._shape(self._config.max_draft_tokens, self._widths[0])
+            return [fixed.cut(ask.limit) for ask in asks]
+        self._num_steps += 1
+        self._num_sessions = num_sessions
+        limits: dict[Group, list[int]] = {}
+        for ask in asks:
+            if limit := min(ask.limit, self._config.max_draft_tokens):
+                limits.setdefault((ask.version, ask.kind), []).append(limit)
+        signature = (num_sessions, tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items()))
+        if signature != self._choice[0] or self._num_steps % RECHECK_STEPS == 0:
+            self._choice = (signature, self._best(limits, num_sessions, context))
+        shapes = {group: self._next(group, shape) for group, shape in self._choice[1].items()}
+        return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
+
+    def _share(self, shapes: Mapping[Group, Shape], ask: Ask, index: int) -> Shape:
+        """The group's shape; but where none are worth it, some of its sessions try for all."""
+        group = (ask.version, ask.kind)
+        if group not in shapes or (self._habit(group).is_probing and not self._choice[1][group].depth and index % PROBE_SHARE):
+            return PLAIN
+        return shapes[group]
+
+    def _next(self, group: Group, chosen: Shape) -> Shape:
+        """The shape of this step: as chosen, or that of a probe."""
+        habit = self._habit(group)
+        if (probe := habit.probe()) is not None:
+            return probe
+        if chosen.depth:
+            if len(self._widths) > 1 and habit.is_other_width_due():
+                [width] = set(self._widths) - {chosen.width}
+                habit.begin(self._shape(chosen.depth, width), OTHER_WIDTH_STEPS)
+        elif habit.is_probe_due():
+            self._acceptance_of(group, self._widths[0]).forget(PROBE_WEIGHT)
+            habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), self._widths[0]), PROBE_STEPS)
+        return chosen
+
+    def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> dict[Group, Shape]:
+        """For one group of sessions after the other, the largest first, the best shape beside those chosen already."""
+        chosen: dict[Group, Shape] = {}
+        tokens, rows, seconds = float(num_sessions), float(num_sessions), 0.0
+        for group, of_one in sorted(limits.items(), key=lambda item: -len(item[1])):
+            habit = self._habit(group)
+            best, best_rate = PLAIN, 0.0
+            for shape in self._shapes(max(of_one)):
+                more_tokens, more_rows, more_seconds = self._promise(group, shape, of_one)
+                forward = self._costs.forward(num_sessions, rows + more_rows, context)
+                rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
+                rate *= IS_BETTER if shape in (PLAIN, habit.shape) else 1.0
+                if rate > best_rate:
+                    best, best_rate = shape, rate
+            chosen[group] = habit.shape = best
+            more_tokens, more_rows, more_seconds = self._promise(group, best, of_one)
+            tokens, rows, seconds = tokens + more_tokens, rows + more_rows, seconds + more_seconds
+        return chosen
+
+    def _promise(self, group: Group, shape: Shape, limits: Sequence[int]) -> tuple[float, float, float]:
+        """Of a shape for a group: tokens gained, rows to verify, seconds to draft."""
+        if not shape.depth:
+            return 0.0, 0.0, 0.0
+        acceptance = self._acceptance_of(group, shape.width)
+        gains = acceptance.gains(shape.depth)
+        depths = [min(limit, shape.depth) for limit in limits]
+        guess = shape.num_nodes or shape.depth
+        rows = sum(acceptance.size(depth, guess) for depth in depths if depth)
+        seconds = self._costs.proposal(group[0], shape.width, len(limits), shape.depth)
+        return sum(gains[depth] for depth in depths), rows, seconds
+
+    def _shapes(self, max_depth: int) -> Iterable[Shape]:
+        yield PLAIN
+        for width in self._widths:
+            for depth in range(1, max_depth + 1):
+                yield self._shape(depth, width)
+
+    def _shape(self, depth: int, width: int) -> Shape:
+        if width == 1 or not depth:
+            return Shape(depth)
+        return Shape(depth, width, self._config.tree_nodes)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        match self._config.shape:
+            case TreeShape.CHAIN:
+                return (1,)
+            case TreeShape.TREE:
+                return (self._config.tree_width,)
+            case TreeShape.AUTO:
+                return (1, self._config.tree_width)
+
+    # --- after drafting ---
+
+    def cut(self, drafts: Sequence[tuple[Ask, Draft]], num_sessions: int, context: int, proposal_s: float) -> list[Draft]:
+        """Of a step's drafts, for which proposal_s were spent, only the nodes that are worth their row."""
+        uncut = [draft for _, draft in drafts]
+        if not self.is_adaptive or self._num_steps % UNCUT_EVERY == 0:
+            return uncut
+        ranked: list[tuple[float, int, int]] = []  # (score, draft, node), the best first; a parent before its children
+        num_rows = num_sessions
+        for index, (ask, draft) in enumerate(drafts):
+            if draft.confidences is None or draft.probs is not None or self._habit((ask.version, ask.kind)).is_probing:
+                num_rows += len(draft.token_ids)
+                continue
+            scores = self._confidence_of(ask).scores(draft)
+            ranked += [(score, index, node) for node, score in enumerate(scores)]
+        ranked.sort(key=lambda entry: -entry[0])
+        num_kept = self._worth([score for score, *_ in ranked], num_sessions, num_rows, context, proposal_s)
+        kept: dict[int, list[int]] = {index: [] for _, index, _ in ranked}
+        for _, index, node in ranked[:num_kept]:
+            kept[index].append(node)
+        return [draft.only(sorted(kept[index])) if index in kept else draft for index, draft in enumerate(uncut)]
+
+    def _worth(self, scores: Sequence[float], num_sessions: int, num_rows: int, context: int, proposal_s: float) -> int:
+        """How many of the best nodes make the most tokens per second."""
+        stride = max(len(scores) // 16, 1)
+        best, best_rate, tokens = 0, 0.0, float(num_sessions)
+        for num in range(len(scores) + 1):
+            if num:
+                tokens += scores[num - 1]
+            if num % stride == 0 or num == len(scores):
+                rate = tokens / (self._costs.forward(num_sessions, num_rows + num, context) + proposal_s)
+                if rate > best_rate:
+                    best, best_rate = num, rate
+        return best
+
+    # --- after verification ---
+
+    def record(self, ask: Ask, shape: Shape, draft: Draft, path: Sequence[int]) -> None:
+        """What became of one session's draft: the nodes that were accepted."""
+        if not self.is_adaptive:
+            return
+        group, memory = (ask.version, ask.kind), MEMORY + MEMORY_PER_SESSION * self._num_sessions
+        self._acceptance_of(group, shape.width).record(shape.depth, len(draft.token_ids), len(path), memory)
+        if draft.confidences is None or draft.probs is not None:
+            return
+        self._confidence_of(ask).record(draft, path)
+        if shape.width > 1:  # the chain in the tree tells how chains would do
+            chain = draft.likeliest_chain()
+            num_accepted = sum(node == accepted for node, accepted in zip(chain, path, strict=False))
+            self._acceptance_of(group, 1).record(shape.depth, len(chain), num_accepted, memory)
+
+    def forget(self, version: str) -> None:
+        """Nobody drafts with it any more."""
+        for known in (self._habits, self._confidence):
+            for group in [group for group in known if group[0] == version]:
+                del known[group]
+        for key in [key for key in self._acceptance if key[0][0] == version]:
+            del self._acceptance[key]
+        self._choice = ((), {})
+
+    # --- what is known ---
+
+    @property
+    def _costs(self) -> Costs:
+        assert self.costs is not None
+        return self.costs
+
+    def _habit(self, group: Group) -> _Habit:
+        return self._habits.setdefault(group, _Habit())
+
+    def _acceptance_of(self, group: Group, width: int) -> Acceptance:
+        known = self._acceptance.get((group, width))
+        if known is None:
+            known = self._acceptance[group, width] = Acceptance(None if width == 1 else self._acceptance_of(group, 1))
+        return known
+
+    def _confidence_of(self, ask: Ask) -> Confidence:
+        return self._confidence.setdefault((ask.version, ask.kind), Confidence())
+
+
+class _Habit:
+    """What a group of sessions is at, and when it tries something else for a few steps."""
+
+    def __init__(self) -> None:
+        self.shape = PLAIN  # chosen last
+        self.is_probing = False
+        self._probe = PLAIN
+        self._num_left = 0  # steps of the probe
+        self._num_off = 0  # steps without drafts since the last probe
+        self._num_on = 0
+        self._gap = FIRST_PROBE_GAP
+
+    def probe(self) -> Shape | None:
+        """The shape of the running probe, for one of its steps."""
+        self.is_probing = self._num_left > 0
+        self._num_left -= self.is_probing
+        return self._probe if self.is_probing else None
+
+    def begin(self, probe: Shape, num_steps: int) -> None:
+        self._probe, self._num_left = probe, num_steps
+
+    def is_probe_due(self) -> bool:
+        """Called for each step without drafts."""
+        self._num_off += 1
+        if self._num_off < self._gap:
+            return False
+        self._num_off, self._gap = 0, min(2 * self._gap, LAST_PROBE_GAP)
+        return True
+
+    def is_other_width_due(self) -> bool:
+        """Called for each step with drafts."""
+        self._num_off = 0
+        self._num_on += 1
+        if self._num_on % FIRST_PROBE_GAP == 0:
+            self._gap = max(self._gap // 2, FIRST_PROBE_GAP)
+        return self._num_on % OTHER_WIDTH_EVERY == 0

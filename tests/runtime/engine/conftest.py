@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from runtime.backends import load_target
-from runtime.backends.base import Segment, Target
-from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig
+from runtime.backends.base import FULL, Segment, Target
+from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
 from runtime.drafters.base import Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
 from runtime.engine.local import LocalEngine
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.models import ResolvedModel, Tokenizer, fingerprint, make_tiny
-from runtime.types import Done, Event, Failed, SamplingParams, TokenLogprob, Tokens
+from runtime.types import CachePolicy, Done, Event, Failed, SamplingParams, TokenLogprob, Tokens
 
 
 @dataclass
@@ -157,9 +157,14 @@ def make_engine(target: Target, tokenizer: Tokenizer) -> Iterator[MakeEngine]:
     engines: list[LocalEngine] = []
 
     def make(
-        drafter: Drafter | None = None, *, max_draft_tokens: int = 5, tap: Tap | None = None, **sessions: float
+        drafter: Drafter | None = None,
+        *,
+        max_draft_tokens: int = 5,
+        speculation: SpeculationConfig | None = None,
+        tap: Tap | None = None,
+        **sessions: float,
     ) -> LocalEngine:
-        speculation = SpeculationConfig(max_draft_tokens=max_draft_tokens)
+        speculation = speculation or SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=max_draft_tokens)
         config = SessionsConfig(**sessions)  # type: ignore[arg-type]
         drafter = drafter or NoDrafter()
         live_states(drafter)
@@ -215,9 +220,9 @@ def greedy_reference(target: Target, prompt: Sequence[int], num_tokens: int) -> 
     return history[len(prompt) :]
 
 
-def assert_greedy(target: Target, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+def assert_greedy(target: Target, prompt: Sequence[int], token_ids: Sequence[int], policy: CachePolicy = FULL) -> None:
     """Each token is the most likely one behind those before it, or within the noise of the arithmetic as likely."""
-    cache = target.new_cache()
+    cache = target.new_cache(policy)
     history = [*prompt, *token_ids]
     [output] = target.forward([Segment(cache, history[:-1], num_logits=len(token_ids))])
     target.drop(cache)

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from runtime.backends.base import Segment, SegmentOutput, Target
+from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, SparseProbs
+from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
+from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.drafting import clip
+from runtime.speculation.costs import Costs
 from runtime.types import DrafterPolicy, SamplingParams, SessionOptions
 
 from .conftest import Listener, MakeEngine, run
-from .test_local import GREEDY, KeepingTap, greedy_reference, prompt_of
+from .test_local import GREEDY, KeepingTap, adversarial, greedy_reference, perfect, prompt_of, random_drafter
 
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
 PENALIZED = SamplingParams(
@@ -311,3 +315,98 @@ def test_many_threads_cancel_trees_at_any_time(make_engine: MakeEngine) -> None:
     for thread in threads:
         thread.join(60)
     assert errors == []
+
+
+# --- adaptive depth ---
+
+ADAPTIVE = SpeculationConfig(shape=TreeShape.AUTO)
+
+
+def eagle(target: Target, seed: int = 0) -> Eagle3Drafter:
+    """A draft network that has learned nothing."""
+    info = target.info
+    config = Eagle3Config(
+        hidden_size=info.hidden_size,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=info.vocab_size,
+        draft_vocab_size=64,
+        max_position_embeddings=info.max_positions,
+    )
+    ids = torch.arange(0, 4 * 64, 4)
+    model = Eagle3Model(config, DraftVocabulary(ids, info.vocab_size), target.embedding)
+    model.init_from_target(target.lm_head, None, torch.Generator().manual_seed(seed))
+    return Eagle3Drafter(model, f"eagle-{seed}")
+
+
+@pytest.mark.parametrize("kind", ["perfect", "random", "adversarial", "tree", "eagle"])
+def test_adaptive_speculation_changes_no_token(make_engine: MakeEngine, target: Target, kind: str) -> None:
+    prompt = prompt_of(1)
+    drafter = {
+        "perfect": lambda: perfect(target, prompt),
+        "random": random_drafter,
+        "adversarial": lambda: adversarial(target, prompt),
+        "tree": lambda: tree_drafter(target, prompt),
+        "eagle": lambda: eagle(target),
+    }[kind]()
+    engine = make_engine(drafter, speculation=ADAPTIVE, max_batch_sessions=4)
+    plain = make_engine(NoDrafter())
+    plans = [GREEDY, PENALIZED, SAMPLED, GREEDY, SamplingParams(max_tokens=20), GREEDY]
+    listeners = [Listener() for _ in plans]
+    for params, listener in zip(plans, listeners, strict=True):
+        session_id = engine.create_session().session_id
+        engine.append(session_id, prompt)
+        engine.generate(session_id, params, on_event=listener)
+    for params, listener in zip(plans, listeners, strict=True):
+        listener.wait()
+        if params.is_greedy or params.seed is not None:
+            assert listener.token_ids == run(plain, prompt, params)[0].token_ids
+
+
+@pytest.fixture
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that nothing disturbs: the choices then depend on acceptance alone."""
+    monkeypatch.setattr("runtime.engine.step.measure_forward", lambda target: Costs({1: 0.030, 8: 0.045}))
+    monkeypatch.setattr(Costs, "record_forward", lambda *args: None)
+    monkeypatch.setattr(Costs, "record_proposal", lambda *args: None)
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_a_useless_drafter_is_hardly_asked_any_more(make_engine: MakeEngine, target: Target) -> None:
+    asked: list[int] = []
+
+    def script(history: Sequence[int], depth: int) -> list[int]:
+        asked.append(len(history))
+        return prompt_of(len(history), depth)
+
+    engine = make_engine(ScriptedDrafter(script, "random"), speculation=ADAPTIVE)
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    listener, _ = run(engine, prompt_of(1), params)
+    assert listener.token_ids == greedy_reference(target, prompt_of(1), 400)
+    assert 0 < sum(length > 224 for length in asked) < 40, "of the last 200 steps"
+
+
+@pytest.mark.usefixtures("known_costs")
+def test_a_good_drafter_is_asked_for_all_that_is_allowed(make_engine: MakeEngine, target: Target) -> None:
+    prompt = prompt_of(1)
+    truth = [*prompt, *greedy_reference(target, prompt, 400)]
+    drafter = ScriptedDrafter(lambda history, depth: truth[len(history) : len(history) + depth], "perfect")
+    engine = make_engine(drafter, speculation=ADAPTIVE)
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    _, done = run(engine, prompt, params)
+    assert done.speculation.mean_acceptance_length > 5
+
+
+def test_a_seed_gives_the_same_tokens_with_any_drafter_or_none(make_engine: MakeEngine, target: Target) -> None:
+    expected, _ = run(make_engine(NoDrafter()), prompt_of(4), SAMPLED)
+    for speculation in (
+        ADAPTIVE,
+        SpeculationConfig(mode=SpeculationMode.FIXED),
+        SpeculationConfig(mode=SpeculationMode.FIXED, shape=TreeShape.TREE),
+    ):
+        for seed in (1, 2):
+            listener, done = run(make_engine(eagle(target, seed), speculation=speculation), prompt_of(4), SAMPLED)
+            assert listener.token_ids == expected.token_ids
+            assert done.speculation.num_drafted > 0

@@ -1,0 +1,94 @@
+"""What a step costs on this machine, in seconds: the target's forward by its rows, a drafter's proposal by its shape.
+
+A forward's first estimate is a table measured at start-up; real steps correct it, place by place, by the median of what they
+took against what was expected, so a loaded machine, a longer context or a wrong table bend it, and single outliers do not.
+Proposals are known from real ones only, and a drafter that was never asked is taken to cost nothing: it will be asked.
+Pure arithmetic: whoever measures tells it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+RECENT = 16  # observations that a median is taken of
+TRUSTED = 3  # observations that make one
+
+
+class Costs:
+    def __init__(self, forward_s: Mapping[int, float], session_s: float = 0.0) -> None:
+        """forward_s: of one session's rows, by their number; session_s: of each session beyond the first."""
+        assert forward_s, "at least one measurement"
+        self._rows = sorted(forward_s)
+        self._seconds = [
+            max(forward_s[r] for r in self._rows[: i + 1]) for i in range(len(self._rows))
+        ]  # more rows never cost less
+        self._session_s = session_s
+        self._ratios: dict[tuple[int, int, int], _Recent] = {}  # (sessions, rows, context), each in its bucket
+        self._around: dict[tuple[int, int], _Recent] = {}  # (sessions, context)
+        self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
+
+    def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
+        """Of a step's forward and all that comes with it but drafting."""
+        ratio = self._ratios.get((bucket(num_sessions), bucket(num_rows), bucket(context)))
+        if ratio is None or not ratio.is_trusted:
+            ratio = self._around.get((bucket(num_sessions), bucket(context)))
+        return self._expected(num_sessions, num_rows) * (1.0 if ratio is None or not ratio.is_trusted else ratio.median)
+
+    def record_forward(self, num_sessions: int, num_rows: int, context: int, seconds: float) -> None:
+        ratio = seconds / self._expected(num_sessions, num_rows)
+        self._ratios.setdefault((bucket(num_sessions), bucket(num_rows), bucket(context)), _Recent()).add(ratio)
+        self._around.setdefault((bucket(num_sessions), bucket(context)), _Recent()).add(ratio)
+
+    def proposal(self, version: str, width: int, num_sessions: int, depth: int) -> float:
+        """Of one call of a drafter for so many sessions; by the most similar call known, per level."""
+        known = self._proposals.get((version, width))
+        if not known or not depth:
+            return 0.0
+        here = (bucket(num_sessions), depth)
+        nearest = min(known, key=lambda place: (abs(place[0] - here[0]), abs(place[1] - depth)))
+        return known[nearest].median * depth / nearest[1]
+
+    def record_proposal(self, version: str, width: int, num_sessions: int, depth: int, seconds: float) -> None:
+        known = self._proposals.setdefault((version, width), {})
+        known.setdefault((bucket(num_sessions), depth), _Recent()).add(seconds)
+
+    def _expected(self, num_sessions: int, num_rows: float) -> float:
+        """By the table: linear between two places of it, and on from the last two."""
+        if len(self._rows) == 1:
+            return self._seconds[0] + self._session_s * (num_sessions - 1)
+        above = min(max(bisect_right(self._rows, num_rows), 1), len(self._rows) - 1)
+        low, high = self._rows[above - 1], self._rows[above]
+        share = (max(num_rows, self._rows[0]) - low) / (high - low)
+        seconds = self._seconds[above - 1] * (1 - share) + self._seconds[above] * share
+        return seconds + self._session_s * (num_sessions - 1)
+
+
+def bucket(number: float) -> int:
+    """Numbers that differ by less than about a third share one."""
+    number = max(round(number), 1)
+    return number if number <= 8 else 8 + 2 * (number.bit_length() - 4) + (number >> (number.bit_length() - 2) & 1)
+
+
+class _Recent:
+    """The median of the last few observations."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=RECENT)
+        self._median: float | None = None
+
+    @property
+    def is_trusted(self) -> bool:
+        return len(self._values) >= TRUSTED
+
+    @property
+    def median(self) -> float:
+        if self._median is None:
+            self._median = median(self._values)
+        return self._median
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self._median = None

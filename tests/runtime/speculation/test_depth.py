@@ -1,0 +1,336 @@
+"""The choice of how much to draft, on a simulated machine whose costs and whose drafter's luck are known.
+
+A step of the simulation costs forward(rows) + proposal(depth, width) seconds. Level k of a draft is accepted with the
+drafter's own chance for it; a tree raises that chance. Adaptive is held against the best shape there is for that machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+
+from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
+from runtime.drafters.base import Draft, SparseProbs
+from runtime.speculation.acceptance import Acceptance, Confidence
+from runtime.speculation.costs import Costs, bucket
+from runtime.speculation.depth import Ask, Pacer, Shape
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def cpu(rows: float) -> float:
+    """Like SmolLM2-135M on two cores: 31 ms for one row, 36 for four, 45 for eight, 65 for sixteen."""
+    return 0.028 + 0.0023 * rows
+
+
+def steep(rows: float) -> float:
+    return 0.01 * rows
+
+
+def card(rows: float) -> float:
+    return 0.001 + 0.000002 * rows
+
+
+@dataclass
+class Machine:
+    forward: Callable[[float], float]
+    level_s: float = 0.002  # of drafting
+    chance: float = 0.6  # that a level of a chain is accepted
+    tree_bonus: float = 0.1
+    noise: float = 0.05
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def costs(self) -> Costs:
+        return Costs({rows: self.forward(rows) for rows in ROWS})
+
+    def proposal_s(self, shape: Shape) -> float:
+        return self.level_s * shape.depth * (1.0 if shape.width == 1 else 1.2)
+
+    def draft(self, shape: Shape) -> tuple[Draft, list[int]]:
+        """A draft and what will be accepted of it. Confidences are honest: a level is as sure as its luck."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        confidences: list[float] = []
+        path: list[int] = []
+        parent, alive = -1, True
+        for _ in range(shape.depth):
+            chance = min(max(self.chance + self.rng.uniform(-0.3, 0.3), 0.0), 1.0) if self.chance else 0.0
+            first = len(token_ids)
+            siblings = 1 if shape.width == 1 else 2
+            for sibling in range(siblings):
+                token_ids.append(sibling)
+                parents.append(parent)
+                confidences.append(chance if sibling == 0 else self.tree_bonus * (1 - chance))
+            u = self.rng.random()
+            hit = first if u < chance else first + 1 if siblings == 2 and u < chance + confidences[-1] else None
+            alive = alive and hit is not None
+            if alive and hit is not None:
+                path.append(hit)
+            parent = first if hit is None else hit
+        if shape.width == 1:
+            return Draft(token_ids, None, None, confidences), path
+        return Draft(token_ids, None, parents, confidences), path
+
+
+def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int) -> tuple[float, list[Shape]]:
+    """Tokens per second, and the first session's shape of each step."""
+    tokens, seconds, first_shapes = 0, 0.0, []
+    asks = [Ask("v", 64, "greedy")] * num_sessions
+    for _ in range(num_steps):
+        shapes = pacer.choose(asks, num_sessions, context=200)
+        first_shapes.append(shapes[0])
+        made = [machine.draft(shape) for shape in shapes]
+        drafts = [draft for draft, _ in made]
+        proposal_s = machine.proposal_s(shapes[0]) * machine.rng.uniform(1, 1 + machine.noise)
+        if shapes[0].depth and pacer.costs is not None:
+            pacer.costs.record_proposal("v", shapes[0].width, num_sessions, shapes[0].depth, proposal_s)
+            drafts = pacer.cut(list(zip(asks, drafts, strict=True)), num_sessions, 200, proposal_s)
+        num_rows = sum(1 + len(draft.token_ids) for draft in drafts)
+        forward_s = machine.forward(num_rows) * machine.rng.uniform(1, 1 + machine.noise)
+        if pacer.costs is not None:
+            pacer.costs.record_forward(num_sessions, num_rows, 200, forward_s)
+        for shape, (whole, path), draft in zip(shapes, made, drafts, strict=True):
+            kept = path if draft is whole else surviving(whole, path, draft)
+            if shape.depth:
+                pacer.record(asks[0], shape, draft, kept)
+            tokens += 1 + len(kept)
+        seconds += forward_s + proposal_s
+    return tokens / seconds, first_shapes
+
+
+def surviving(whole: Draft, path: list[int], draft: Draft) -> list[int]:
+    """The accepted path in the nodes of the draft after it was cut: for as far as they hold it."""
+    kept, parent = [], -1
+    for node in path:
+        found = next(
+            (
+                place
+                for place, before in enumerate(draft.lineage)
+                if before == parent and draft.token_ids[place] == whole.token_ids[node]
+            ),
+            None,
+        )
+        if found is None:
+            break
+        kept.append(found)
+        parent = found
+    return kept
+
+
+def adaptive(machine: Machine, shape: TreeShape = TreeShape.CHAIN, max_draft_tokens: int = 5) -> Pacer:
+    return Pacer(SpeculationConfig(shape=shape, max_draft_tokens=max_draft_tokens), machine.costs())
+
+
+def machine_of(forward: Callable[[float], float], chance: float, shape: TreeShape) -> Machine:
+    return Machine(forward, level_s=forward(1) / 15, chance=chance, tree_bonus=0.1 if shape is TreeShape.AUTO else 0.0)
+
+
+@cache
+def best_fixed(forward: Callable[[float], float], chance: float, shape: TreeShape, num_sessions: int, num_steps: int) -> float:
+    configs = [SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=depth) for depth in range(6)]
+    configs += [replace(config, shape=TreeShape.TREE) for config in configs[2::2]]
+    return max(run(Pacer(config), machine_of(forward, chance, shape), num_sessions, num_steps)[0] for config in configs)
+
+
+@pytest.mark.parametrize("shape", [TreeShape.CHAIN, TreeShape.AUTO])
+@pytest.mark.parametrize("num_sessions", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("forward", [cpu, steep, card])
+def test_it_is_hardly_slower_than_the_best_fixed_shape(
+    forward: Callable[[float], float], chance: float, num_sessions: int, shape: TreeShape
+) -> None:
+    num_steps = {1: 600, 4: 300, 16: 150}[num_sessions]
+    machine = machine_of(forward, chance, shape)
+    pacer = adaptive(machine, shape)
+    run(pacer, machine, num_sessions, 150)  # it learns
+    rate, _ = run(pacer, machine, num_sessions, num_steps)
+    assert rate >= 0.97 * best_fixed(forward, chance, shape, num_sessions, num_steps)
+
+
+def test_a_useless_drafter_is_switched_off_soon_and_costs_little() -> None:
+    machine = Machine(cpu, chance=0.0, noise=0.0)
+    rate, shapes = run(adaptive(machine), machine, 1, 1500)
+    assert all(shape.depth == 0 for shape in shapes[40:64]), "off within a few dozen steps"
+    assert rate > 0.97 / cpu(1)
+    late = shapes[500:]
+    assert 2 <= sum(shape.depth > 0 for shape in late) <= 8, "it looks again now and then"
+
+
+def test_it_is_switched_on_again_when_acceptance_returns_and_off_when_it_goes() -> None:
+    machine = Machine(cpu, chance=0.0)
+    pacer = adaptive(machine)
+    _, shapes = run(pacer, machine, 1, 400)
+    assert shapes[-1].depth == 0
+    machine.chance = 0.8
+    _, shapes = run(pacer, machine, 1, 700)
+    assert sum(shape.depth >= 3 for shape in shapes[-100:]) > 90
+    machine.chance = 0.0
+    _, shapes = run(pacer, machine, 1, 160)
+    assert sum(shape.depth for shape in shapes[-100:]) < 20
+
+
+def test_the_depth_follows_the_batch_and_the_drafter() -> None:
+    depths = {}
+    for num_sessions in (1, 16):
+        for chance in (0.3, 0.9):
+            machine = Machine(lambda rows: 0.01 + 0.001 * rows, chance=chance, level_s=0.0005)
+            _, shapes = run(adaptive(machine, max_draft_tokens=8), machine, num_sessions, 300)
+            depths[num_sessions, chance] = sum(shape.depth for shape in shapes[-100:]) / 100
+    assert depths[1, 0.9] > 5.5
+    assert depths[1, 0.3] < depths[1, 0.9] - 2
+    assert depths[16, 0.9] < depths[1, 0.9]
+
+
+def test_trees_are_chosen_where_siblings_help_and_rows_are_cheap() -> None:
+    for forward, bonus, is_tree in ((card, 0.7, True), (steep, 0.02, False)):
+        machine = Machine(forward, chance=0.6, tree_bonus=bonus, level_s=forward(1) / 20)
+        _, shapes = run(adaptive(machine, TreeShape.AUTO), machine, 1, 600)
+        share = sum(shape.width > 1 for shape in shapes[-200:]) / 200
+        assert (share > 0.9) is is_tree
+
+
+def test_fixed_means_fixed() -> None:
+    config = SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=4)
+    machine = Machine(cpu, chance=0.0)
+    pacer = Pacer(config, machine.costs())
+    _, shapes = run(pacer, machine, 2, 100)
+    assert set(shapes) == {Shape(4)}
+    tree = Pacer(
+        SpeculationConfig(mode=SpeculationMode.FIXED, shape=TreeShape.TREE, max_draft_tokens=4, tree_nodes=9, tree_width=3)
+    )
+    assert tree.choose([Ask("v", 64), Ask("v", 2), Ask("v", 0)], 3, 100) == [Shape(4, 3, 9), Shape(2, 3, 9), Shape(0, 3, 9)]
+
+
+def test_nobody_gets_more_than_it_can_use_and_kinds_are_judged_apart() -> None:
+    machine = Machine(cpu, chance=0.9)
+    pacer = adaptive(machine)
+    good, bad = Ask("v", 64, "greedy"), Ask("v", 64, "sampled")
+    for _ in range(100):
+        shapes = pacer.choose([good, bad], 2, 100)
+        for ask, shape in zip((good, bad), shapes, strict=True):
+            if shape.depth:
+                draft = Draft([1] * shape.depth)
+                pacer.record(ask, shape, draft, range(shape.depth) if ask is good else [])
+    for _ in range(40):  # past any probe
+        shapes = pacer.choose([good, bad, Ask("v", 1, "greedy"), Ask("v", 0, "greedy")], 4, 100)
+        if shapes[1].depth == 0:
+            break
+    assert shapes[0].depth >= 4
+    assert [shape.depth for shape in shapes[1:]] == [0, 1, 0]
+
+
+def test_sampled_chains_are_never_cut() -> None:
+    machine = Machine(steep, chance=0.5)
+    pacer, ask = adaptive(machine), Ask("v", 64)
+    q = SparseProbs.__new__(SparseProbs)
+    sampled = Draft([1, 2, 3], [q] * 3, None, [0.1, 0.1, 0.1])
+    certain = Draft([1, 2, 3], None, None, [0.2, 0.9, 0.9])
+    pacer.choose([ask, ask], 2, 100)
+    assert pacer.cut([(ask, sampled), (ask, certain)], 2, 100, 0.0) == [sampled, Draft([], None, None, [])]
+    cheap = adaptive(Machine(card))
+    cheap.choose([ask], 1, 100)
+    falling = Draft([1, 2, 3], None, None, [0.99, 0.0001, 0.9])
+    assert cheap.cut([(ask, falling)], 1, 100, 0.0) == [Draft([1], None, None, [0.99])]
+
+
+def test_a_version_that_is_gone_is_forgotten() -> None:
+    machine = Machine(cpu, chance=0.9)
+    pacer = adaptive(machine)
+    run(pacer, machine, 1, 50)
+    pacer.forget("v")
+    assert not pacer._acceptance
+    assert not pacer._confidence
+    assert not pacer._habits
+    run(pacer, machine, 1, 50)
+
+
+# --- acceptance and confidence ---
+
+
+def test_gains_are_sums_of_how_often_each_level_is_accepted() -> None:
+    acceptance = Acceptance()
+    for step in range(2000):
+        acceptance.record(3, 3, (0, 1, 3, 3)[step % 4])
+    gains = acceptance.gains(5)
+    assert gains[0] == 0.0
+    assert gains[1] == pytest.approx(0.75, abs=0.03)
+    assert gains[2] == pytest.approx(1.25, abs=0.05)
+    assert gains[3] == pytest.approx(1.75, abs=0.06)
+    assert gains[3] < gains[4] < gains[5] < 2.8, "deeper levels are guessed from those known"
+    assert acceptance.size(3, 9) == pytest.approx(3)
+    assert acceptance.size(2, 9) == 9
+
+
+def test_what_is_forgotten_gives_way_quickly() -> None:
+    slow, quick = Acceptance(), Acceptance()
+    for acceptance in (slow, quick):
+        for _ in range(500):
+            acceptance.record(1, 1, 0)
+    quick.forget(4)
+    for acceptance in (slow, quick):
+        for _ in range(4):
+            acceptance.record(1, 1, 1)
+    assert quick.gains(1)[1] > 0.4 > 0.1 > slow.gains(1)[1]
+
+
+def test_confidence_learns_how_far_the_drafter_can_be_believed() -> None:
+    rng, confidence = random.Random(1), Confidence()
+    boastful = Draft([1, 2, 3], None, [-1, -1, 0], [0.95, 0.03, 0.95])
+    assert confidence.scores(boastful)[0] == pytest.approx(0.94, abs=0.03), "believed at first"
+    for _ in range(3000):
+        first = rng.random() < 0.5
+        second = first and rng.random() < 0.5
+        confidence.record(boastful, [0, 2] if second else [0] if first else [])
+    scores = confidence.scores(boastful)
+    assert scores == pytest.approx([0.5, 0.0, 0.25], abs=0.06)
+
+
+# --- costs ---
+
+
+def test_forwards_are_estimated_between_and_beyond_the_table() -> None:
+    costs = Costs({1: 1.0, 4: 2.5, 2: 1.5, 8: 2.0}, session_s=0.25)
+    assert costs.forward(1, 1, 0) == 1.0
+    assert costs.forward(1, 3, 0) == 2.0
+    assert costs.forward(1, 8, 0) == 2.5, "more rows never cost less"
+    assert costs.forward(1, 16, 0) == 2.5
+    assert Costs({1: 1.0, 4: 2.5}).forward(1, 8, 0) == 4.5
+    assert Costs({1: 1.0}).forward(3, 8, 0) == 1.0
+    assert costs.forward(5, 8, 0) == 3.5
+
+
+def test_real_steps_correct_the_table_place_by_place() -> None:
+    costs = Costs({1: 1.0, 8: 1.7})
+    for seconds in (2.0, 2.0, 90.0, 2.0, 2.0):  # one outlier
+        costs.record_forward(1, 1, 100, seconds)
+    assert costs.forward(1, 1, 100) == 2.0
+    assert costs.forward(1, 8, 100) == pytest.approx(3.4), "what was not seen is as much off as what was"
+    assert costs.forward(1, 8, 5000) == 1.7, "elsewhere nothing is known"
+    for _ in range(40):
+        costs.record_forward(1, 8, 100, 1.7)
+    assert costs.forward(1, 8, 100) == 1.7
+    assert costs.forward(1, 1, 100) == 2.0
+
+
+def test_proposals_are_known_from_similar_ones() -> None:
+    costs = Costs({1: 1.0})
+    assert costs.proposal("v", 1, 1, 5) == 0.0, "who was never asked will be"
+    for seconds in (0.5, 0.6, 0.5):
+        costs.record_proposal("v", 1, 1, 5, seconds)
+    assert costs.proposal("v", 1, 1, 5) == 0.5
+    assert costs.proposal("v", 1, 1, 2) == pytest.approx(0.2)
+    assert costs.proposal("v", 1, 4, 2) == pytest.approx(0.2)
+    assert costs.proposal("v", 4, 1, 5) == costs.proposal("w", 1, 1, 5) == costs.proposal("v", 1, 1, 0) == 0.0
+
+
+def test_buckets_are_exact_where_it_matters_and_ascend() -> None:
+    assert [bucket(number) for number in range(1, 9)] == list(range(1, 9))
+    buckets = [bucket(number) for number in range(1, 5000)]
+    assert buckets == sorted(buckets)
+    assert set(buckets) == set(range(1, max(buckets) + 1))
+    for low, high in ((9, 11), (12, 15), (64, 95), (96, 127)):
+        assert bucket(low) == bucket(high) != bucket(high + 1)

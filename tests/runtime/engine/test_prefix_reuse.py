@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 
 import pytest
@@ -13,7 +15,7 @@ from runtime.drafters.none import NoDrafter
 from runtime.engine.holdings import MIN_SHARED_TOKENS
 from runtime.types import CachePolicy, SamplingParams, SessionOptions
 
-from .conftest import GREEDY, KeepingTap, Listener, MakeEngine, greedy_reference, prompt_of, random_drafter, run
+from .conftest import GREEDY, KeepingTap, Listener, MakeEngine, assert_greedy, greedy_reference, prompt_of, random_drafter, run
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -161,6 +163,36 @@ def test_a_session_that_dropped_tokens_is_shared_as_a_whole_only(make_engine: Ma
     for history, listener in ((whole, second), ([*prompt[:200], 7], third)):
         reference, _ = run(alone, history, GREEDY, alone.create_session(options).session_id)
         assert reference.token_ids == listener.token_ids
+
+
+def test_whatever_is_shared_the_output_is_the_targets_own(make_engine: MakeEngine, target: Target) -> None:
+    """Conversations made of a few recurring pieces, side by side and one after the other, some of them with little room."""
+    engine = make_engine(random_drafter(), prefill_chunk_tokens=16, max_batch_sessions=4)
+    engine._stepper.holdings.budget_bytes = 12 * target.cache_bytes(256)
+    pieces = [prompt_of(seed, length) for seed, length in enumerate((33, 64, 70, 5))]
+    seen: list[tuple[list[int], list[int], CachePolicy]] = []
+    num_cached: list[int] = []
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(12):
+            prompt = [token for piece in rng.choices(pieces, k=rng.randrange(1, 5)) for token in piece]
+            policy = rng.choice([CachePolicy(), CachePolicy(), CachePolicy(4, 40)])
+            session_id = engine.open_session(prompt, SessionOptions(cache_policy=policy)).session_id
+            params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 12), ignore_eos=True)
+            listener, done = run(engine, [], params, session_id, append=False)
+            seen.append((prompt, listener.token_ids, policy))
+            num_cached.append(done.usage.cached_tokens)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(seen) == 72
+    assert sum(count > 0 for count in num_cached) >= 20
+    for prompt, token_ids, policy in seen:
+        assert_greedy(target, prompt, token_ids, policy)
 
 
 def test_looking_for_a_beginning_costs_a_step_next_to_nothing(make_engine: MakeEngine) -> None:

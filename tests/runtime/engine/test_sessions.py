@@ -180,6 +180,15 @@ def test_a_saved_session_goes_on_in_another_engine(make_engine: MakeEngine, targ
     assert (len(tap.turns), tap.turns[0].first_position) == (1, 0)
 
 
+def test_a_restored_session_lives_no_longer_than_the_server_allows(make_engine: MakeEngine, tmp_path: Path) -> None:
+    generous, strict = make_engine(), make_engine(ttl_s=10.0)
+    for ttl_s in (3000.0, 5.0, None):
+        session_id = generous.create_session(SessionOptions(ttl_s=ttl_s)).session_id
+        generous.save_session(session_id, tmp_path / str(ttl_s))
+        expected = None if ttl_s is None else min(ttl_s, 10.0)
+        assert strict.restore_session(tmp_path / str(ttl_s)).options.ttl_s == expected
+
+
 def test_a_session_without_cache_is_saved_as_its_ids(make_engine: MakeEngine, target: Target, tmp_path: Path) -> None:
     engine = make_engine()
     session_id = engine.create_session(SessionOptions(cache_policy=CachePolicy(2, 8))).session_id

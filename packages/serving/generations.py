@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from runtime.engine.base import Engine, Generation
-from runtime.errors import InvalidRequest, SessionBusy, SlipstreamError
-from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Tokens
+from runtime.errors import InvalidRequest, PermissionDenied, SessionBusy, SlipstreamError
+from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Switch, Tokens
 from serving.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,14 @@ class Generations:
             undo.pop_all()
         return stream
 
+    def _check_consent(self, session_id: str, options: SessionOptions) -> None:
+        """A session that is continued keeps its own options; what must not be captured keeps out of one that may be."""
+        if options.capture is Switch.OFF and self._engine.get_session(session_id).options.capture is not Switch.OFF:
+            raise PermissionDenied(
+                f"Nothing of this request may be kept, and session {session_id!r} may be captured; leave x-session-id out, or "
+                "name a session of which nothing is kept."
+            )
+
     async def answers(
         self, asked: Sequence[tuple[Sequence[int], SamplingParams]], options: SessionOptions, session_id: str | None = None
     ) -> list[Stream]:
@@ -122,6 +130,8 @@ class Generations:
         """
         if session_id is not None and len(asked) > 1:
             raise InvalidRequest("n", f"x-session-id binds one answer to one session; this request asks for {len(asked)}.")
+        if session_id is not None:
+            self._check_consent(session_id, options)
         arrived = [self._observers() for _ in asked]
         permit = await self._admission.acquire()
         num_left = len(asked)

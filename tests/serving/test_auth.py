@@ -262,6 +262,19 @@ def test_a_key_without_capture_keeps_out_of_sessions_that_may_be_captured(guarde
         list(clinic.generate(fork.session_id, GREEDY))
 
 
+def test_what_must_not_be_captured_keeps_out_of_a_session_that_may_be(guarded: Running) -> None:
+    url = f"{guarded.ready.http}/v1/chat/completions"
+    first = httpx.post(url, json=ASK, headers=bearer(USER), timeout=30)
+    said = [*ASK["messages"], first.json()["choices"][0]["message"], {"role": "user", "content": "More"}]
+    there = {"x-session-id": first.headers["x-session-id"]}
+    wait_for(lambda: captured(guarded) == 1)
+    for headers, more in ((bearer(CLINIC), {}), (bearer(USER), {"store": False})):
+        refused = httpx.post(url, json=ASK | {"messages": said} | more, headers=headers | there, timeout=30)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "permission_denied"
+    assert captured(guarded) == 1
+
+
 # --- beyond this machine ---
 
 

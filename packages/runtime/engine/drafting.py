@@ -15,7 +15,7 @@ from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.sessions.session import DraftState, Session
-from runtime.speculation.depth import Ask, Pacer
+from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _ask(work: Work) -> Ask:
     request = work.request
     asked = request.params.max_draft_tokens
     limit = request.num_remaining if asked is None else min(asked, request.num_remaining)
-    kind = "greedy" if request.params.is_greedy else "sampled" if request.draft_temperature else "seeded"
+    kind = GREEDY if request.params.is_greedy else SAMPLED if request.draft_temperature else SEEDED
     return Ask(work.drafter.version, limit, kind)
 
 

@@ -45,6 +45,7 @@ class Shape:
 
 
 PLAIN = Shape(0)
+GREEDY, SAMPLED, SEEDED = "greedy", "sampled", "seeded"  # drafts certain, sampled; certain for sampled output
 Group = tuple[str, str]  # a drafter's version and the kind of its sessions
 
 
@@ -54,7 +55,7 @@ class Ask:
 
     version: str  # of its drafter
     limit: int  # levels that it can use at most
-    kind: str = ""  # sessions whose drafts fare differently (greedy, sampled) are judged apart
+    kind: str = GREEDY  # sessions whose drafts fare differently are judged apart
 
 
 class Pacer:
@@ -79,8 +80,7 @@ class Pacer:
     def choose(self, asks: Sequence[Ask], num_sessions: int, context: int) -> list[Shape]:
         """A shape for each of the sessions that ask, among the num_sessions of the next step, whose mean history is `context`."""
         if not self.is_adaptive:
-            fixed = self._shape(self._config.max_draft_tokens, self._widths[0])
-            return [fixed.cut(ask.limit) for ask in asks]
+            return [self._shape(self._config.max_draft_tokens, self._widths(ask.kind)[0]).cut(ask.limit) for ask in asks]
         self._num_steps += 1
         self._num_sessions = num_sessions
         limits: dict[Group, list[int]] = {}
@@ -102,16 +102,16 @@ class Pacer:
 
     def _next(self, group: Group, chosen: Shape) -> Shape:
         """The shape of this step: as chosen, or that of a probe."""
-        habit = self._habit(group)
+        habit, widths = self._habit(group), self._widths(group[1])
         if (probe := habit.probe()) is not None:
             return probe
         if chosen.depth:
-            if len(self._widths) > 1 and habit.is_other_width_due():
-                [width] = set(self._widths) - {chosen.width}
+            if habit.is_other_width_due() and len(widths) > 1:
+                [width] = set(widths) - {chosen.width}
                 habit.begin(self._shape(chosen.depth, width), OTHER_WIDTH_STEPS)
         elif habit.is_probe_due():
-            self._acceptance_of(group, self._widths[0]).forget(PROBE_WEIGHT)
-            habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), self._widths[0]), PROBE_STEPS)
+            self._acceptance_of(group, widths[0]).forget(PROBE_WEIGHT)
+            habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), widths[0]), PROBE_STEPS)
         return chosen
 
     def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> dict[Group, Shape]:
@@ -121,7 +121,7 @@ class Pacer:
         for group, of_one in sorted(limits.items(), key=lambda item: -len(item[1])):
             habit = self._habit(group)
             best, best_rate = PLAIN, 0.0
-            for shape in self._shapes(max(of_one)):
+            for shape in self._shapes(group[1], max(of_one)):
                 more_tokens, more_rows, more_seconds = self._promise(group, shape, of_one)
                 forward = self._costs.forward(num_sessions, rows + more_rows, context)
                 rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
@@ -145,9 +145,9 @@ class Pacer:
         seconds = self._costs.proposal(group[0], shape.width, len(limits), shape.depth)
         return sum(gains[depth] for depth in depths), rows, seconds
 
-    def _shapes(self, max_depth: int) -> Iterable[Shape]:
+    def _shapes(self, kind: str, max_depth: int) -> Iterable[Shape]:
         yield PLAIN
-        for width in self._widths:
+        for width in self._widths(kind):
             for depth in range(1, max_depth + 1):
                 yield self._shape(depth, width)
 
@@ -156,15 +156,14 @@ class Pacer:
             return Shape(depth)
         return Shape(depth, width, self._config.tree_nodes)
 
-    @property
-    def _widths(self) -> tuple[int, ...]:
+    def _widths(self, kind: str) -> tuple[int, ...]:
         match self._config.shape:
             case TreeShape.CHAIN:
                 return (1,)
             case TreeShape.TREE:
                 return (self._config.tree_width,)
-            case TreeShape.AUTO:
-                return (1, self._config.tree_width)
+            case TreeShape.AUTO:  # a sampled chain is accepted more often than any tree of certain nodes
+                return (1,) if kind == SAMPLED else (1, self._config.tree_width)
 
     # --- after drafting ---
 

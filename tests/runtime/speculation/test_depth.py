@@ -17,7 +17,7 @@ from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, SparseProbs
 from runtime.speculation.acceptance import Acceptance, Confidence
 from runtime.speculation.costs import Costs, bucket
-from runtime.speculation.depth import Ask, Pacer, Shape
+from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -79,7 +79,7 @@ class Machine:
 def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int) -> tuple[float, list[Shape]]:
     """Tokens per second, and the first session's shape of each step."""
     tokens, seconds, first_shapes = 0, 0.0, []
-    asks = [Ask("v", 64, "greedy")] * num_sessions
+    asks = [Ask("v", 64, GREEDY)] * num_sessions
     for _ in range(num_steps):
         shapes = pacer.choose(asks, num_sessions, context=200)
         first_shapes.append(shapes[0])
@@ -193,6 +193,22 @@ def test_trees_are_chosen_where_siblings_help_and_rows_are_cheap() -> None:
         assert (share > 0.9) is is_tree
 
 
+def test_sampled_drafts_are_chains_where_that_is_left_open() -> None:
+    machine = Machine(card, chance=0.6, tree_bonus=0.9, level_s=0.00005)
+    pacer = adaptive(machine, TreeShape.AUTO)
+    kinds, seen = (GREEDY, SAMPLED, SEEDED), {}
+    for _ in range(600):
+        asks = [Ask("v", 64, kind) for kind in kinds]
+        for ask, shape in zip(asks, pacer.choose(asks, 3, 100), strict=True):
+            draft, path = machine.draft(shape)
+            if shape.depth:
+                pacer.record(ask, shape, draft, path)
+                seen.setdefault(ask.kind, []).append(shape.width)
+    assert set(seen[SAMPLED]) == {1}
+    assert seen[GREEDY].count(4) > 400
+    assert seen[SEEDED].count(4) > 400
+
+
 def test_fixed_means_fixed() -> None:
     config = SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=4)
     machine = Machine(cpu, chance=0.0)
@@ -208,7 +224,7 @@ def test_fixed_means_fixed() -> None:
 def test_nobody_gets_more_than_it_can_use_and_kinds_are_judged_apart() -> None:
     machine = Machine(cpu, chance=0.9)
     pacer = adaptive(machine)
-    good, bad = Ask("v", 64, "greedy"), Ask("v", 64, "sampled")
+    good, bad = Ask("v", 64, GREEDY), Ask("v", 64, SAMPLED)
     for _ in range(100):
         shapes = pacer.choose([good, bad], 2, 100)
         for ask, shape in zip((good, bad), shapes, strict=True):
@@ -216,7 +232,7 @@ def test_nobody_gets_more_than_it_can_use_and_kinds_are_judged_apart() -> None:
                 draft = Draft([1] * shape.depth)
                 pacer.record(ask, shape, draft, range(shape.depth) if ask is good else [])
     for _ in range(40):  # past any probe
-        shapes = pacer.choose([good, bad, Ask("v", 1, "greedy"), Ask("v", 0, "greedy")], 4, 100)
+        shapes = pacer.choose([good, bad, Ask("v", 1, GREEDY), Ask("v", 0, GREEDY)], 4, 100)
         if shapes[1].depth == 0:
             break
     assert shapes[0].depth >= 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.rpc import codec
+from runtime.rpc import generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.types import Done
@@ -65,7 +65,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             stream = await self._calls.generate(request, self._gate.key_of(context))
             try:
                 while not isinstance(event := await stream.next(), Done):
-                    await context.write(codec.event_message(event))
-                await context.write(codec.event_message(event))
+                    await context.write(generation_codec.event_message(event))
+                await context.write(generation_codec.event_message(event))
             finally:
                 stream.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.engine.base import Engine
 from runtime.errors import InvalidRequest
-from runtime.rpc import codec
+from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import SessionInfo, SessionOptions
 from serving.auth import Key
@@ -116,7 +116,7 @@ class SessionCalls:
     async def generate(self, request: pb.GenerateRequest, key: Key) -> Stream:
         """The events of the generation; the caller cancels the stream when it reads no more."""
         self._idle(request.session_id, key)
-        params = codec.sampling_params(request, self._engine.info.vocab_size)
+        params = generation_codec.sampling_params(request, self._engine.info.vocab_size)
         return await self._generations.in_session(
             request.session_id,
             params,

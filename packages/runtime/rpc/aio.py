@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 
 from runtime.engine.base import AppendResult
-from runtime.rpc import codec
+from runtime.rpc import codec, generation_codec
 from runtime.rpc.client import new_id
 from runtime.rpc.codec import SavedSession
 from runtime.rpc.connection import Attempts, Connection, own_errors
@@ -56,7 +56,7 @@ class AsyncGenerationStream:
         message = first
         with own_errors():
             while message is not grpc.aio.EOF:
-                yield codec.event(message, self._request.session_id)
+                yield generation_codec.event(message, self._request.session_id)
                 message = await self._call.read()
 
     def cancel(self) -> None:
@@ -117,7 +117,7 @@ class AsyncRuntimeClient:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerationStream:
-        request = codec.generate_request(
+        request = generation_codec.generate_request(
             session_id, params or SamplingParams(), request_id=request_id, expected_history_length=expected_history_length
         )
         return AsyncGenerationStream(self._connection, self._stub.Generate, request, timeout_s)

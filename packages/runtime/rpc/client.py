@@ -23,7 +23,7 @@ from typing import Any, Self
 import grpc
 
 from runtime.engine.base import AppendResult
-from runtime.rpc import codec
+from runtime.rpc import codec, generation_codec
 from runtime.rpc.codec import SavedSession
 from runtime.rpc.connection import Attempts, Client, Connection, own_errors
 from runtime.rpc.v1 import runtime_pb2 as pb
@@ -60,10 +60,10 @@ class GenerationStream:
             self._call = self._begin()
         if first is None:
             return
-        yield codec.event(first, self._request.session_id)
+        yield generation_codec.event(first, self._request.session_id)
         with own_errors():
             for message in self._call:
-                yield codec.event(message, self._request.session_id)
+                yield generation_codec.event(message, self._request.session_id)
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -113,7 +113,7 @@ class RuntimeClient(Client):
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> GenerationStream:
-        request = codec.generate_request(
+        request = generation_codec.generate_request(
             session_id, params or SamplingParams(), request_id=request_id, expected_history_length=expected_history_length
         )
         return GenerationStream(self._connection, self._stub.Generate, request, timeout_s)

@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.message import Message
 
 from runtime.errors import InvalidRequest, SlipstreamError
-from runtime.rpc import codec
+from runtime.rpc import generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import Done, Started, Tokens
 from serving.auth import Key
@@ -145,7 +145,7 @@ async def _whole(stream: Stream, started: Started | Done, deadline: float | None
     try:
         event: Any = started
         while True:
-            said = write(codec.event_message(event))
+            said = write(generation_codec.event_message(event))
             if isinstance(event, Tokens):
                 for name, value in said["tokens"].items():
                     answer["tokens"][name] += value
@@ -173,7 +173,7 @@ async def _events(stream: Stream, started: Started | Done, deadline: float | Non
             if event is None:
                 yield ": ping\n\n"
             else:
-                [(name, message)] = write(codec.event_message(event)).items()
+                [(name, message)] = write(generation_codec.event_message(event)).items()
                 yield sse(message, name)
     except SlipstreamError as error:
         yield sse(envelope_of(error), "error")

@@ -13,7 +13,7 @@ import pytest
 from grpc_status import rpc_status
 
 from runtime.errors import CapacityExhausted, EngineUnavailable, InvalidRequest, SessionBusy, SlipstreamError
-from runtime.rpc import codec
+from runtime.rpc import generation_codec
 from runtime.rpc.aio import AsyncRuntimeClient
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.connection import Retry
@@ -78,10 +78,10 @@ class Script(runtime_pb2_grpc.RuntimeServiceServicer):
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         for event in EVENTS[: self.num_before]:
-            yield codec.event_message(event)
+            yield generation_codec.event_message(event)
         self._take(request, context)
         for event in EVENTS[self.num_before :]:
-            yield codec.event_message(event)
+            yield generation_codec.event_message(event)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_events_arrive_as_they_were_sent(script: Script, ask: Ask) -> None:
     params = SamplingParams(max_tokens=7, top_k=3)
     assert ask("generate", "s", params, request_id="r", expected_history_length=3) == EVENTS
     [request] = script.requests
-    assert codec.sampling_params(request, 320) == params
+    assert generation_codec.sampling_params(request, 320) == params
     assert (request.request_id, request.expected_history_length) == ("r", 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runtime.errors import InvalidRequest
-from runtime.rpc import codec
+from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import (
     CachePolicy,
@@ -99,9 +99,9 @@ def test_saved_sessions() -> None:
 
 @pytest.mark.parametrize("params", [PARAMS, SamplingParams()])
 def test_sampling_params(params: SamplingParams) -> None:
-    request = codec.generate_request("s", params, request_id="r", expected_history_length=0)
+    request = generation_codec.generate_request("s", params, request_id="r", expected_history_length=0)
     request = pb.GenerateRequest.FromString(request.SerializeToString())
-    assert codec.sampling_params(request, vocab_size=320) == params
+    assert generation_codec.sampling_params(request, vocab_size=320) == params
     assert request.HasField("expected_history_length")
 
 
@@ -113,7 +113,7 @@ def test_every_sampling_setting_is_in_the_trial() -> None:
 
 
 def test_an_empty_request_means_the_defaults() -> None:
-    assert codec.sampling_params(pb.GenerateRequest(), vocab_size=320) == SamplingParams()
+    assert generation_codec.sampling_params(pb.GenerateRequest(), vocab_size=320) == SamplingParams()
     assert codec.session_options(pb.SessionOptions()) == SessionOptions()
 
 
@@ -131,13 +131,13 @@ def test_an_empty_request_means_the_defaults() -> None:
     ],
 )
 def test_events(event: Any) -> None:
-    message = pb.GenerateResponse.FromString(codec.event_message(event).SerializeToString())
-    assert codec.event(message, "s") == event
+    message = pb.GenerateResponse.FromString(generation_codec.event_message(event).SerializeToString())
+    assert generation_codec.event(message, "s") == event
 
 
 def test_the_message_of_an_end_shows_the_acceptance_length() -> None:
     done = Done("stop", None, Usage(), SpeculationStats(2, 6, 3, [2, 1], [2, 2, 2]), (), 7)
-    assert codec.event_message(done).done.speculation.mean_acceptance_length == 2.5
+    assert generation_codec.event_message(done).done.speculation.mean_acceptance_length == 2.5
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_unknown_fields_are_refused_at_every_depth(make: Any, data: bytes, param
 def test_refusals_bear_the_names_of_the_message() -> None:
     request = pb.GenerateRequest(speculation=pb.SpeculationOverride(max_draft_tokens=65))
     with pytest.raises(InvalidRequest) as refused:
-        codec.sampling_params(request, vocab_size=320)
+        generation_codec.sampling_params(request, vocab_size=320)
     assert refused.value.param == "speculation.max_draft_tokens"

@@ -47,12 +47,19 @@ class SegmentPlan:
 
     def mask(self, window: int | None, num_groups: int) -> torch.Tensor | None:
         """[num_groups * size, rows from first_row on + size], 0 or -inf; None: everything is seen."""
+        if self.size == 1 and not self._has_gap(window):
+            return None
         if window not in self._masks:
             sees = self._sees(window)
             mask = torch.zeros(sees.shape, dtype=self._cache.keys.dtype, device=sees.device)
             mask.masked_fill_(~sees, float("-inf"))
             self._masks[window] = None if bool(sees.all()) else mask.repeat(num_groups, 1)
         return self._masks[window]
+
+    def _has_gap(self, window: int | None) -> bool:
+        """Whether rows lie between what the next token sees of the sink and its window."""
+        _, end, second = self.rows_in_sight(self.length, window)
+        return end != second
 
     def _sees(self, window: int | None) -> torch.Tensor:
         """bool [size, rows from first_row on + size]: what each new token sees."""

@@ -7,33 +7,38 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from runtime.backends import load_target
-from runtime.backends.base import Segment, Target
+from runtime.backends.base import Segment
 from runtime.backends.transformers.loading import build
 from runtime.config import BackendConfig, ModelConfig
 from runtime.models import resolve
 
 WINDOW = 12
-COMMON = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, one K/V head": {"num_key_value_heads": 1},
+    "llama, no shared heads": {"num_key_value_heads": 4},
+    "llama, llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
     "qwen2": {},  # biases
+    "qwen2, windows": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
     "qwen3": {},  # norms on queries and keys
+    "gemma": {},  # scaled embeddings, one more than the norm's weight
+    "gemma2": {"sliding_window": WINDOW},  # soft caps on attention and logits
+    "smollm3": {},  # some layers without positions
+    "phi3": {},  # one layer for queries, keys and values
+    "olmo2": {},  # norms behind the layers
     "gemma3_text": {"sliding_window": WINDOW},  # windows in some layers, scaled embeddings
     "mistral": {"sliding_window": WINDOW},  # windows in all layers
     "granite": {"logits_scaling": 8.0},  # logits are not just the head's output
@@ -43,31 +48,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 TEXT = torch.randint(0, 320, (50,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def random_model(architecture: str, **fields: Any) -> PreTrainedModel:
-    """Weights large enough that every part of the model shows in its logits."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES.get(architecture, {}), **fields})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1, mean=1.0 if parameter.dim() == 1 else 0.0)
-    return model
-
-
-def make_target(model: PreTrainedModel) -> Target:
-    return build(model, name="random", fingerprint="0", eos_token_ids=(2,))
-
-
-@torch.no_grad()
-def plain_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    return model(torch.tensor([token_ids]), use_cache=False).logits[0]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_architectures_equal_their_plain_model(architecture: str) -> None:
-    model = random_model(architecture)
-    plain = copy.deepcopy(model)
-    target = make_target(model)
-    expected = plain_logits(plain, TEXT)
+def test_architectures_equal_their_plain_model(random_model: Any, architecture: str) -> None:
+    model = random_model(architecture.split(",")[0], **ARCHITECTURES[architecture])
+    target, plain_logits = model.target(), model.logits
+    expected = plain_logits(TEXT)
     scale = expected.abs().max()
     cache = target.new_cache()
     for start, end in ((0, 20), (20, 21), (21, 40)):
@@ -78,16 +63,15 @@ def test_architectures_equal_their_plain_model(architecture: str) -> None:
     tree = [TEXT[40], 7, TEXT[41], 8, TEXT[42]]
     one, two = target.forward([Segment(cache, tree, [-1, -1, 0, 1, 2], num_logits=5), Segment(target.fork(cache), TEXT[40:])])
     assert (one.logits[[0, 2, 4]] - expected[40:43]).abs().max() < 1e-4 * scale
-    assert (one.logits[[1, 3]] - plain_logits(plain, [*TEXT[:40], 7, 8])[40:]).abs().max() < 1e-4 * scale
+    assert (one.logits[[1, 3]] - plain_logits([*TEXT[:40], 7, 8])[40:]).abs().max() < 1e-4 * scale
     assert (two.logits - expected[-1:]).abs().max() < 1e-4 * scale
 
 
 @pytest.mark.parametrize("num_cached", [0, 5, 30])
-def test_a_tree_deeper_than_the_window(num_cached: int) -> None:
+def test_a_tree_deeper_than_the_window(random_model: Any, num_cached: int) -> None:
     """Deep nodes no longer see the first of their own ancestors."""
-    model = random_model("mistral")
-    plain = copy.deepcopy(model)
-    target = make_target(model)
+    model = random_model("mistral", sliding_window=WINDOW)
+    target, plain_logits = model.target(), model.logits
     cache = target.new_cache()
     if num_cached:
         target.forward([Segment(cache, TEXT[:num_cached])])
@@ -97,14 +81,14 @@ def test_a_tree_deeper_than_the_window(num_cached: int) -> None:
     tokens = [token for node in chain for token in (node, 9)]
     parents = [parent for depth in range(len(chain)) for parent in (2 * depth - 2 if depth else -1,) * 2]
     [output] = target.forward([Segment(cache, tokens, parents, num_logits=len(tokens))])
-    expected = plain_logits(plain, TEXT[: num_cached + len(chain)])[num_cached:]
+    expected = plain_logits(TEXT[: num_cached + len(chain)])[num_cached:]
     torch.testing.assert_close(output.logits[::2], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_forward_that_breaks_changes_nothing() -> None:
+def test_a_forward_that_breaks_changes_nothing(random_model: Any) -> None:
     model = random_model("llama")
-    plain = copy.deepcopy(model)
-    target = make_target(model)
+    served = copy.deepcopy(model.plain)
+    target, plain_logits = build(served, name="random", fingerprint="0", eos_token_ids=(2,)), model.logits
     cache, other = target.new_cache(), target.new_cache()
     target.forward([Segment(cache, TEXT[:20]), Segment(other, TEXT[:1])])
     target.commit(cache, range(20))
@@ -114,7 +98,7 @@ def test_a_forward_that_breaks_changes_nothing() -> None:
         raise RuntimeError("out of memory")
 
     target.forward([Segment(cache, TEXT[20:22])])  # tentative, and not of the forward that breaks
-    hook = model.model.layers[5].register_forward_pre_hook(breaks)
+    hook = served.model.layers[5].register_forward_pre_hook(breaks)
     with pytest.raises(RuntimeError, match="out of memory"):
         target.forward([Segment(other, TEXT[1:3]), Segment(cache, [1] * 200)])  # layers 0 to 4 wrote their tentative rows
     hook.remove()
@@ -122,21 +106,21 @@ def test_a_forward_that_breaks_changes_nothing() -> None:
     with pytest.raises(ValueError, match="left 0 tentative rows"):
         target.commit(cache, [0])
     one, two = target.forward([Segment(cache, TEXT[20:], num_logits=30), Segment(other, TEXT[1:], num_logits=49)])
-    expected = plain_logits(plain, TEXT)
+    expected = plain_logits(TEXT)
     torch.testing.assert_close(one.logits, expected[20:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(two.logits, expected[1:], atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_states_and_float32_logits() -> None:
-    model = random_model("llama").to(torch.bfloat16)
-    plain = copy.deepcopy(model)
-    target = make_target(model)
+def test_bfloat16_states_and_float32_logits(random_model: Any) -> None:
+    plain = copy.deepcopy(random_model("llama").plain).to(torch.bfloat16)
+    target = build(copy.deepcopy(plain), name="random", fingerprint="0", eos_token_ids=(2,))
     assert target.info.dtype == "bfloat16"
     cache = target.new_cache()
     [output] = target.forward([Segment(cache, TEXT, num_logits=50)])
     assert output.hidden.aux.dtype is output.hidden.last.dtype is torch.bfloat16
     assert output.logits.dtype is torch.float32
-    expected = plain_logits(plain, TEXT).float()
+    with torch.no_grad():
+        expected = plain(torch.tensor([TEXT]), use_cache=False).logits[0].float()
     assert (output.logits - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 

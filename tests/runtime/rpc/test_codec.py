@@ -1,4 +1,4 @@
-"""Messages and nouns of sessions: each survives the way there and back, and what a message can say that is not done is refused."""
+"""Messages and nouns of sessions: each survives the way there and back; what a message can say and is not done is refused."""
 
 from __future__ import annotations
 

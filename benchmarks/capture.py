@@ -1,0 +1,265 @@
+"""What the tap costs: throughput with it on and off, in turns on one engine; and memory over many requests that nobody trains on.
+
+An arm is one round of the same prompts: with capture, every answer's hidden states become a row on disk, and the round is over
+when the last row is written; without, the engine hands nothing over. Rounds come in pairs whose order alternates, so that a
+machine that gets slower or faster weighs on both arms alike. What counts is the ratio within each pair.
+
+    python benchmarks/capture.py                                            SmolLM2-135M, 8 sessions at once
+    python benchmarks/capture.py --model tiny --pairs 20 --require 0.98     exit code 1 if the median ratio is below
+    python benchmarks/capture.py --model tiny --requests 10000              memory of the process while the store is full
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import machine
+import psutil
+import traffic
+
+from runtime.backends import load_target
+from runtime.config import (
+    BackendConfig,
+    CaptureConfig,
+    DrafterConfig,
+    FeaturesConfig,
+    ModelConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    SpeculationMode,
+)
+from runtime.engine.build import load_drafter
+from runtime.engine.local import LocalEngine
+from runtime.errors import SlipstreamError
+from runtime.features import FeatureTap, open_feature_plane
+from runtime.models import Tokenizer, resolve
+from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, Switch
+
+NUM_SAMPLES = 20  # of memory, over a run
+WARM_SHARE = 0.25  # of the requests, before memory is looked at: buffers, caches and the store fill up first
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Tokens per second of the two arms of one pair."""
+
+    with_tap: float
+    without_tap: float
+
+    @property
+    def ratio(self) -> float:
+        return self.with_tap / self.without_tap
+
+
+class Bench:
+    """An engine with a tap into a feature plane of its own, and sessions that keep it busy."""
+
+    def __init__(self, options: argparse.Namespace, root: Path) -> None:
+        resolved = resolve(options.model)
+        target = load_target(BackendConfig(num_threads=options.threads), ModelConfig(options.model), resolved)
+        tokenizer = Tokenizer.load(resolved.path)
+        self.store, self.ledger = open_feature_plane(root, FeaturesConfig(budget_mib=options.budget_mib))
+        capture = CaptureConfig(min_generated_tokens=2, queue_max_rows=4 * options.concurrency)
+        self.tap = FeatureTap(self.store, self.ledger, capture, run_id="bench", target_info=target.info)
+        self.engine = LocalEngine(
+            target,
+            load_drafter(DrafterConfig(), target),
+            tokenizer,
+            SpeculationConfig(mode=SpeculationMode.FIXED),
+            SessionsConfig(max_batch_sessions=options.concurrency, max_sessions=2 * options.concurrency),
+            self.tap,
+        )
+        self._concurrency = options.concurrency
+        self._max_tokens = options.max_tokens
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self.tap.close()
+        self.store.close()
+        self.ledger.close()
+
+    def run(self, prompts: Sequence[str], switch: Switch) -> int:
+        """Answer all prompts, with as many at once as there are seats; returns the tokens made."""
+        seats = threading.Semaphore(self._concurrency)
+        num_tokens = 0
+        params = SamplingParams(max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True)
+
+        def start(prompt: str) -> None:
+            session_id = self.engine.create_session(SessionOptions(capture=switch)).session_id
+            self.engine.append(session_id, self.engine.tokenizer.encode(prompt))
+
+            def on_event(event: Event) -> None:
+                nonlocal num_tokens
+                if isinstance(event, Done):
+                    num_tokens += event.usage.completion_tokens
+                elif isinstance(event, Failed):
+                    self._failure = event.error
+                if isinstance(event, Done | Failed):
+                    self.engine.close_session(session_id)
+                    seats.release()
+
+            self.engine.generate(session_id, params, on_event=on_event)
+
+        for prompt in prompts:
+            seats.acquire()
+            if self._failure is not None:
+                raise self._failure
+            start(prompt)
+        for _ in range(self._concurrency):
+            seats.acquire()
+        return num_tokens
+
+    def round(self, prompts: Sequence[str], switch: Switch) -> float:
+        """Tokens per second of one arm."""
+        began = time.perf_counter()
+        num_tokens = self.run(prompts, switch)
+        self.wait_for_rows()
+        return num_tokens / (time.perf_counter() - began)
+
+    def wait_for_rows(self) -> None:
+        """Until everything that was offered is a row or was counted as none."""
+        while not self._is_settled():
+            time.sleep(0.001)
+
+    def _is_settled(self) -> bool:
+        counts = self.tap.counters()
+        offered = counts["offered"] + counts["cut"]
+        return offered == sum(
+            count for name, count in counts.items() if name.startswith(("captured", "shed", "skipped", "failed"))
+        )
+
+    def empty(self) -> None:
+        """As if a trainer had been through, so that each round finds room."""
+        refs = self.ledger.trainable() + self.ledger.heldout()
+        self.store.delete(refs)
+        self.ledger.forget([ref.sample_id for ref in refs])
+
+
+def measure_cost(bench: Bench, options: argparse.Namespace) -> list[Pair]:
+    prompts = list(islice(traffic.passages(options.seed), options.round_requests))
+    for switch in (Switch.ON, Switch.OFF):
+        bench.round(prompts, switch)  # warm
+    pairs = []
+    for number in range(options.pairs):
+        order = [Switch.ON, Switch.OFF] if number % 2 else [Switch.OFF, Switch.ON]
+        speeds = {}
+        for switch in order:
+            bench.empty()
+            speeds[switch] = bench.round(prompts, switch)
+        pairs.append(Pair(speeds[Switch.ON], speeds[Switch.OFF]))
+        print(f"pair {number + 1}: {pairs[-1].with_tap:.1f} and {pairs[-1].without_tap:.1f} tokens/s", file=sys.stderr)
+    return pairs
+
+
+def summary(pairs: Sequence[Pair], seed: int) -> dict[str, float]:
+    """The median ratio with a 95 % bootstrap interval of it, and the speeds."""
+    ratios = [pair.ratio for pair in pairs]
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "tokens_per_s_with": statistics.median(pair.with_tap for pair in pairs),
+        "tokens_per_s_without": statistics.median(pair.without_tap for pair in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_low": medians[50],
+        "ratio_high": medians[1949],
+    }
+
+
+def measure_memory(bench: Bench, num_requests: int, seed: int) -> list[tuple[int, float]]:
+    """(requests answered, resident MiB), with every answer captured and no trainer to take a row."""
+    passages = traffic.passages(seed)
+    process, samples = psutil.Process(), []
+    step = max(num_requests // NUM_SAMPLES, 1)
+    for answered in range(step, num_requests + 1, step):
+        bench.run(list(islice(passages, step)), Switch.ON)
+        bench.wait_for_rows()
+        samples.append((answered, process.memory_info().rss / 2**20))
+        print(f"{answered} requests: {samples[-1][1]:.1f} MiB, {bench.tap.counters()['captured']} rows", file=sys.stderr)
+    return samples
+
+
+def growth_mib(samples: Sequence[tuple[int, float]]) -> float:
+    """How much higher the second half of a warm process reaches than the first."""
+    warm = [mib for answered, mib in samples if answered > WARM_SHARE * samples[-1][0]]
+    half = len(warm) // 2
+    return max(warm[half:]) - max(warm[:half])
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, help="of the forward; torch's own choice if left out")
+    parser.add_argument("--concurrency", type=int, default=8, help="sessions at once")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of one answer")
+    parser.add_argument("--pairs", type=int, default=10, help="rounds of each arm")
+    parser.add_argument("--round-requests", type=int, default=16, help="requests of one round")
+    parser.add_argument("--require", type=float, help="the least median ratio; below it the exit code is 1")
+    parser.add_argument("--requests", type=int, help="measure memory over so many requests instead")
+    parser.add_argument("--max-growth-mib", type=float, default=16.0, help="of memory; above it the exit code is 1")
+    parser.add_argument("--budget-mib", type=int, default=256, help="of the store: a full one is part of the memory's test")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--json", type=Path, help="write everything there too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="slipstream-capture-") as root:
+        try:
+            bench = Bench(options, Path(root))
+            bench.start()
+            try:
+                result, is_good = _memory(bench, options) if options.requests else _cost(bench, options)
+                result["outcomes"] = {name: count for name, count in bench.tap.counters().items() if count}
+            finally:
+                bench.stop()
+        except SlipstreamError as error:
+            print(f"capture: {error}", file=sys.stderr)
+            return 1
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    result |= {"settings": settings, "machine": machine.describe()}
+    print("\n".join(f"- {name}: {value}" for name, value in machine.describe().items()))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if is_good else 1
+
+
+def _cost(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    pairs = measure_cost(bench, options)
+    found = summary(pairs, options.seed)
+    print(
+        f"{options.model}, {options.concurrency} sessions at once, answers of {options.max_tokens} tokens, {options.pairs} pairs "
+        f"of {options.round_requests} requests: {found['tokens_per_s_with']:.1f} tokens/s with the tap, "
+        f"{found['tokens_per_s_without']:.1f} without; ratio {found['ratio']:.3f}, 95 % interval {found['ratio_low']:.3f} to "
+        f"{found['ratio_high']:.3f}"
+    )
+    return {"pairs": [vars(pair) for pair in pairs], **found}, options.require is None or found["ratio"] >= options.require
+
+
+def _memory(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    samples = measure_memory(bench, options.requests, options.seed)
+    growth = growth_mib(samples)
+    print(
+        f"{options.model}, {options.requests} requests, no trainer, a store of {options.budget_mib} MiB: resident "
+        f"{samples[0][1]:.1f} MiB after the first {samples[0][0]}, {samples[-1][1]:.1f} MiB at the end, growth {growth:+.1f} MiB"
+    )
+    return {"samples": samples, "growth_mib": growth}, growth <= options.max_growth_mib
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The benchmark of the tap: its arithmetic, and one small run of each kind with the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import capture
+import pytest
+from capture import Pair
+
+SMALL = ["--model", "tiny", "--threads", "1", "--concurrency", "4", "--max-tokens", "8"]
+
+
+def test_the_ratio_is_taken_within_each_pair() -> None:
+    """A machine that halves its speed between pairs changes the speeds, not the ratios."""
+    pairs = [Pair(99.0, 100.0), Pair(49.0, 50.0), Pair(48.0, 50.0)]
+    found = capture.summary(pairs, seed=0)
+    assert found["ratio"] == pytest.approx(0.98)
+    assert (found["ratio_low"], found["ratio_high"]) == pytest.approx((0.96, 0.99))
+    assert (found["tokens_per_s_with"], found["tokens_per_s_without"]) == (49.0, 50.0)
+
+
+def test_growth_is_that_of_a_warm_process() -> None:
+    filling = [(100, 50.0), (200, 90.0)]
+    assert capture.growth_mib([*filling, *((n, 100.0) for n in range(300, 900, 100))]) == 0.0
+    assert capture.growth_mib([*filling, *((n, 100.0 + n) for n in range(300, 900, 100))]) == 300.0
+
+
+def test_a_run_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    out = tmp_path / "out.json"
+    assert capture.main([*SMALL, "--pairs", "2", "--round-requests", "4", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert len(result["pairs"]) == 2
+    assert result["outcomes"] == {"offered": 12, "captured": 12}  # the warm round too, and nothing of the other arm
+    assert result["ratio_low"] <= result["ratio"] <= result["ratio_high"]
+    assert "tokens/s with the tap" in capsys.readouterr().out
+    assert capture.main([*SMALL, "--pairs", "1", "--round-requests", "4", "--require", "1000"]) == 1
+
+
+def test_a_run_over_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is full long before the end: what does not fit is shed, and answers go on."""
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    out = tmp_path / "out.json"
+    capture.main([*SMALL, "--requests", "60", "--budget-mib", "1", "--json", str(out)])
+    result = json.loads(out.read_text())
+    assert [answered for answered, _ in result["samples"]] == list(range(3, 61, 3))
+    counts = result["outcomes"]
+    assert counts["offered"] == 60 == counts["captured"] + counts["shed_budget"]
+    assert counts["shed_budget"] > 0

@@ -68,7 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=200, help="how many deaths")
     parser.add_argument("--seed", type=int, default=0, help="of the random points")
     parser.add_argument("--source", choices=("grpc", "directory"), default="grpc", help="how the trainer gets rows")
-    parser.add_argument("--out", type=Path, default=Path("faults"), help="directory of the run; emptied first")
+    parser.add_argument("--out", type=Path, default=Path("outputs/faults"), help="directory of the run; emptied first")
     return parser
 
 

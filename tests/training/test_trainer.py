@@ -148,6 +148,19 @@ def test_two_trainers_on_one_run_are_refused(state) -> None:
     train(state.config(trainer__max_steps=1))
 
 
+def test_the_number_of_trainers_may_change(state) -> None:
+    """Two, one of which stopped in its middle, and then one: each row is in the weights of one of them, once."""
+    names = state.add(range(24))
+    for worker in ("0", "1"):
+        train(state.config(trainer__worker=worker, trainer__max_steps=2, data__passes=1))
+    train(state.config(trainer__idle_timeout_s=0.5, data__passes=1))
+    shares = [state.ledger.consumption(name) for name in ("default@0", "default@1", "default")]
+    assert [len(share) for share in shares] == [8, 8, 8]
+    assert shares[0] | shares[1] | shares[2] == dict.fromkeys(names, 1)
+    train(state.config(trainer__worker="1", trainer__max_steps=3, data__passes=2))
+    assert "resumed at step 2" in state.events("began", "default@1")[-1]["how"]
+
+
 def test_overfitting_a_few_rows_raises_acceptance(state) -> None:
     state.add(range(6))
     train(state.config(trainer__max_steps=80, data__passes=200, trainer__learning_rate=3e-3))

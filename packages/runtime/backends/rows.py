@@ -33,8 +33,12 @@ class Rows:
     def num_rows(self) -> int:
         return self.length - self.dropped
 
-    def add(self, rows: Sequence[int]) -> None:
-        """Commit the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
+    def row(self, position: int) -> int:
+        """Where a token that was not dropped lies."""
+        return position if position < self.policy.sink else position - self.dropped
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
         check_root_path(self.parents, rows)
         self.length += len(rows)
         self.parents = ()
@@ -50,7 +54,7 @@ class Rows:
         """Of so many tokens, those that no later one sees."""
         return 0 if self.policy.window is None else max(length - self.policy.window + 1 - self.policy.sink, 0)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. ValueError, and no change, as for dropped_at."""
         self.dropped = self.dropped_at(length)
         self.length = length

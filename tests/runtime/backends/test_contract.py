@@ -231,7 +231,8 @@ def test_a_fork_of_a_prefix_has_just_that(target: Target, oracle: Any, length: i
     cache = filled(target, history)
     fork = target.fork(cache, length)
     assert (target.length(fork), target.length(cache)) == (length, 80)
-    assert target.cache_bytes() == target.cache_bytes(80) + (target.cache_bytes(length) if length else 0)
+    most = target.cache_bytes(80) + (target.cache_bytes(length) if length else 0)
+    assert target.cache_bytes(80) <= target.cache_bytes() <= most  # forks may share
     assert_same(run(target, fork, TEXT[20:25]), oracle(history[:length] + TEXT[20:25]), slice(length, None))
     assert_same(run(target, cache, TEXT[20:25]), oracle(history + TEXT[20:25]), slice(80, None))
 
@@ -385,12 +386,12 @@ def test_what_was_not_saved_is_not_restored(target: Target, case: str) -> None:
 def test_bytes_are_counted_exactly_and_return_to_zero(target: Target) -> None:
     token_bytes = 8 * 2 * 2 * 16 * 4  # layers, keys and values, K/V heads, head size, float32
     assert target.cache_bytes(1) >= token_bytes
-    assert target.cache_bytes(1000) - 1000 * token_bytes < 256 * token_bytes
+    assert 1000 * token_bytes <= target.cache_bytes(1000) < 2000 * token_bytes  # states may lie beside keys and values
     cache = target.new_cache()
     assert target.cache_bytes() == 0
     run(target, cache, TEXT * 3)
     fork = target.fork(cache)
-    assert target.cache_bytes() == 2 * target.cache_bytes(180)
+    assert target.cache_bytes(180) <= target.cache_bytes() <= 2 * target.cache_bytes(180)  # forks may share
     target.drop(cache)
     assert target.cache_bytes() == target.cache_bytes(180)
     target.drop(fork)

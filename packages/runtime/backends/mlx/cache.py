@@ -59,9 +59,8 @@ class KVCache(Rows):
             self._fill(self.keys, self.values, self.num_rows, room=num_tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
         start = self.num_rows
-        self.add(rows)
+        super().commit(rows)
         if rows and rows[-1] != len(rows) - 1:  # not simply the first rows: move them together
             index = mx.array(list(rows)) + start
             for array in (*self.keys, *self.values):
@@ -74,7 +73,7 @@ class KVCache(Rows):
             self._fill(keys, values, self.num_rows)
 
     def fork(self, length: int | None) -> KVCache:
-        """A copy of the first `length` committed tokens, or of all. ValueError as for `cut`."""
+        """A copy of the first `length` committed tokens, or of all. ValueError as for truncate."""
         copy = KVCache(self._shape, self.policy)
         copy.length = self.length if length is None else length
         copy.dropped = self.dropped_at(copy.length)

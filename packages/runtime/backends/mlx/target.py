@@ -65,7 +65,7 @@ class MlxTarget:
             self._cache(cache).commit(rows)
 
     def truncate(self, cache: int, length: int) -> None:
-        self._cache(cache).cut(length)
+        self._cache(cache).truncate(length)
 
     def fork(self, cache: int, length: int | None = None) -> int:
         with mx.stream(self._device):

@@ -1,16 +1,7 @@
 """K/V of one sequence: a contiguous growable buffer, so that attention on a CPU runs on views and gathers nothing.
 
-Rows 0..num_rows-1 of a buffer are committed; behind them lie the tentative rows of the last forward, of which `commit` keeps a
-root path. A buffer has room for whole blocks of tokens, and they are what is counted. Knows nothing of the model beyond the
-shape of one token's keys and values.
-
-    row      0 ... num_rows-1 | num_rows ... num_rows+m-1 | ... capacity-1
-             committed        | tentative: node 0..m-1    | not yet written
-
-Under a cache policy with a window the rows that nothing will see any more are dropped, some at a time, and the rest moves up:
-
-    position   0 ... sink-1 | sink ... sink+dropped-1 | sink+dropped ... length-1
-    row        0 ... sink-1 | gone                    | sink ... num_rows-1
+A buffer has room for whole blocks of tokens, and they are what is counted. Which token lies in which row is said in `rows`.
+Knows nothing of the model beyond the shape of one token's keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.backends.base import FULL
-from runtime.backends.segments import check_root_path
+from runtime.backends.rows import Rows, drop_step
 from runtime.types import CachePolicy
 
 BLOCK_TOKENS = 128
@@ -55,11 +46,6 @@ def capacity_for(num_tokens: int) -> int:
     return capacity
 
 
-def drop_step(window: int) -> int:
-    """So many tokens are dropped at once, which makes moving the others up cheap, and so many unseen ones stay: a way back."""
-    return max(window // 4 // 16, 1) * 16
-
-
 def most_rows(policy: CachePolicy, num_tokens: int) -> int:
     """The rows that so many tokens can come to hold, a block of tentative ones included where the policy bounds them."""
     if policy.window is None:
@@ -67,28 +53,17 @@ def most_rows(policy: CachePolicy, num_tokens: int) -> int:
     return policy.sink + policy.window + 2 * drop_step(policy.window) + BLOCK_TOKENS
 
 
-class KVCache:
-    """One sequence's keys and values. `parents` describes the tentative nodes: [i] is node i's parent, -1 the history."""
+class KVCache(Rows):
+    """One sequence's keys and values."""
 
     def __init__(self, shape: KVShape, policy: CachePolicy = FULL) -> None:
+        super().__init__(policy)
         self._shape = shape
-        self.policy = policy
-        self.length = 0  # committed tokens, the dropped ones included
-        self.dropped = 0
-        self.parents: Sequence[int] = ()
         self.keys, self.values = self._allocate(0)  # [num_layers, num_kv_heads, capacity, key_dim | value_dim]
-
-    @property
-    def num_rows(self) -> int:
-        return self.length - self.dropped
 
     @property
     def capacity(self) -> int:
         return self.keys.shape[2]
-
-    def row(self, position: int) -> int:
-        """Where a token that was not dropped lies."""
-        return position if position < self.policy.sink else position - self.dropped
 
     def _allocate(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
@@ -116,49 +91,17 @@ class KVCache:
         self.keys, self.values = buffers
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep the tentative rows of one root path and forget the others. ValueError, and no change, if it is none."""
-        check_root_path(self.parents, rows)
+        start = self.num_rows
+        super().commit(rows)
         kept = len(rows)
         if rows and rows[-1] != kept - 1:  # not simply the first rows: move them together
-            index = torch.tensor(rows, device=self.keys.device) + self.num_rows
-            end = self.num_rows + kept
-            self.keys[:, :, self.num_rows : end] = self.keys[:, :, index]
-            self.values[:, :, self.num_rows : end] = self.values[:, :, index]
-        self.length += kept
-        self.parents = ()
-        self._drop_unseen()
-
-    def _drop_unseen(self) -> None:
-        """Let go of what no later token sees, in whole steps, the last one aside."""
-        if self.policy.window is None:
-            return
-        step = drop_step(self.policy.window)
-        gone = (self._num_unseen(self.length) // step - 1) * step - self.dropped
-        if gone > 0:
+            index = torch.tensor(rows, device=self.keys.device) + start
+            self.keys[:, :, start : start + kept] = self.keys[:, :, index]
+            self.values[:, :, start : start + kept] = self.values[:, :, index]
+        if num_due := self.num_due():
             capacity = min(self.capacity, capacity_for(most_rows(self.policy, self.length)))
-            self._take(self, max(capacity, capacity_for(self.num_rows - gone)), self.num_rows, gone)
-            self.dropped += gone
-
-    def _num_unseen(self, length: int) -> int:
-        """Of so many tokens, those that no later one sees."""
-        return 0 if self.policy.window is None else max(length - self.policy.window + 1 - self.policy.sink, 0)
-
-    def truncate(self, length: int) -> None:
-        self.dropped = self.dropped_at(length)
-        self.length = length
-        self.parents = ()
-
-    def dropped_at(self, length: int) -> int:
-        """How many of the first `length` tokens are gone. ValueError if that is too short, too long, or they are needed."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"Cannot truncate to {length} tokens; the cache holds {self.length}.")
-        dropped = max(0, min(self.dropped, length - self.policy.sink))
-        if dropped > self._num_unseen(length):
-            raise ValueError(
-                f"Cannot truncate to {length} tokens; the cache dropped {self.dropped} of them behind the first "
-                f"{self.policy.sink}, and what follows would see some of those. Compute the history anew."
-            )
-        return dropped
+            self._take(self, max(capacity, capacity_for(self.num_rows - num_due)), self.num_rows, num_due)
+            self.dropped += num_due
 
     def fork(self, length: int) -> KVCache:
         copy = KVCache(self._shape, self.policy)
@@ -188,7 +131,7 @@ class KVCache:
                     f"The saved {name} are {tensors[name].dtype} of shape {list(tensors[name].shape)}; "
                     f"this target's are {shape.dtype} of shape {list(expected)}, and as many rows as there are keys."
                 )
-        dropped, unseen = length - num_rows, self._num_unseen(length)
+        dropped, unseen = length - num_rows, self.num_unseen(length)
         if not 0 <= dropped <= unseen:
             raise ValueError(f"{num_rows} rows of K/V were saved; {length} tokens need {length - unseen} to {length} of them.")
         self.length, self.dropped = length, dropped

@@ -23,6 +23,7 @@ from runtime.sessions.session import Session
 from runtime.types import CachePolicy
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
+MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
 
 
 class Holdings:
@@ -61,7 +62,7 @@ class Holdings:
         session.dropped = self._target.dropped(session.cache)
         if session.dropped:
             session.forget_features(session.cached - window)
-            if session.draft is not None and session.draft.position - session.draft.first > 2 * window:
+            if session.draft is not None and session.draft.position - session.draft.first > max(2 * window, MIN_DRAFT_ROWS):
                 self.drop_draft(session)  # it begins again with what is kept
 
     def rewind(self, session: Session, length: int) -> None:

@@ -100,13 +100,16 @@ def _build(model: Any, config: dict[str, Any], resolved: ResolvedModel, device: 
 
 def _embedding_and_head(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """[V, Ht] both; the same tensor where they are tied."""
-    embedding = model.model.embed_tokens
-    head = getattr(model, "lm_head", embedding)
-    for module in (embedding, head):
-        if "scales" in module:
-            raise ValueError("its weights are quantised, and drafting needs them plain; use the model that it was made of")
-    tensors = [to_torch(module.weight) for module in (embedding, head)]
-    return tensors[0], tensors[0] if head is embedding else tensors[1]
+    embedding = _weight(model.model.embed_tokens)
+    return embedding, _weight(model.lm_head) if hasattr(model, "lm_head") else embedding
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """Of a layer, shared with it; of a quantised one what its weight stands for."""
+    if "scales" not in module:
+        return to_torch(module.weight)
+    settings = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+    return to_torch(mx.dequantize(module.weight, module.scales, module.get("biases"), **settings).astype(mx.float32))
 
 
 # The trial: what mlx-lm says of two texts that share a beginning, and what we say of the tree of both.

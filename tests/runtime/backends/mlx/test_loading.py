@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from mlx import nn as nn_mlx
+from mlx_lm.utils import load_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -113,6 +115,25 @@ def test_the_embedding_is_shared_and_the_head_is_its_own_where_untied(make: Make
     target = load(resolved)
     torch.testing.assert_close(target.embedding, model.get_input_embeddings().weight, atol=0, rtol=0)
     torch.testing.assert_close(target.lm_head, model.get_output_embeddings().weight, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantised_model_is_run_and_its_embedding_and_head_are_plain(make: MakeModel, tied: bool) -> None:
+    _, resolved = make("llama", tie_word_embeddings=tied)
+    plain = load(resolved)
+    model, _ = load_model(resolved.path)
+    nn_mlx.quantize(model, group_size=32, bits=8)
+    model.save_weights(str(resolved.path / "model.safetensors"))
+    _change_config(resolved.path, quantization={"group_size": 32, "bits": 8})
+    target = load(resolved)
+    [output] = target.forward([Segment(target.new_cache(), TEXT, num_logits=len(TEXT))])
+    [expected] = plain.forward([Segment(plain.new_cache(), TEXT, num_logits=len(TEXT))])
+    off = (output.logits - expected.logits).abs().max() / expected.logits.abs().max()
+    assert 1e-4 < off < 0.1  # 8 bits are not 32
+    for mine, theirs in ((target.embedding, plain.embedding), (target.lm_head, plain.lm_head)):
+        assert mine.shape == theirs.shape
+        assert (mine - theirs).abs().max() < 0.01 * theirs.abs().max()
+    torch.testing.assert_close(output.hidden.last @ target.lm_head.T, output.logits, rtol=0, atol=1e-3)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -86,9 +86,12 @@ class BackendConfig:
     name: str = "transformers"
     num_threads: int | None = None  # CPU threads of the forward; None: torch's own choice
     numerics: Numerics = Numerics.DEFAULT
+    kv_pool_mib: int | None = None  # device memory set aside for K/V on CUDA; None: three tenths of what is free
 
     def __post_init__(self) -> None:
         require_threads("backend.num_threads", self.num_threads)
+        ok = self.kv_pool_mib is None or self.kv_pool_mib >= 16
+        require(ok, "backend.kv_pool_mib", self.kv_pool_mib, "at least 16, or null")
 
 
 @dataclass

@@ -228,7 +228,7 @@ def test_the_settings_of_the_runtime() -> None:
     """A new setting needs an argument: whoever adds one says so here."""
     leaves = {
         "model": "name dtype device",
-        "backend": "name num_threads numerics",
+        "backend": "name num_threads numerics kv_pool_mib",
         "drafter": "kind path",
         "speculation": "mode shape max_draft_tokens tree_nodes tree_width",
         "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib prefix_reuse",

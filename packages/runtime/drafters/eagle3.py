@@ -46,6 +46,11 @@ class Eagle3Drafter:
     def version(self) -> str:
         return self._version
 
+    @property
+    def model(self) -> Eagle3Model:
+        """The snapshot; read only."""
+        return self._model
+
     def new_state(self) -> int:
         handle = next(self._handles)
         config, weight = self._model.config, self._model.norm.weight

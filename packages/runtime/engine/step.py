@@ -23,10 +23,11 @@ from runtime.drafters.base import Drafter
 from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
+from runtime.engine.fused import FusedSteps, Fuses, Outcome
 from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
-from runtime.errors import EngineUnavailable, SlipstreamError
+from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
@@ -37,6 +38,7 @@ from runtime.types import HistoryTruncated, SpeculationStats, Switch
 log = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 16  # a prefilling session's least share of a step
+_NO_LOGITS = torch.empty(0)
 
 
 class Stepper:
@@ -57,25 +59,34 @@ class Stepper:
         self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
         self._tap = tap
         self._stats = EngineStatsBuilder()
+        self._max_batch_sessions = sessions.max_batch_sessions
+        self._fused = FusedSteps(target, self.drafting, speculation) if isinstance(target, Fuses) else None
 
     def prepare(self) -> None:
         """Before the first step: measure what there is to measure, if anything depends on it."""
         if self._speculation.mode is SpeculationMode.ADAPTIVE and self._speculation.max_draft_tokens:
             self._pacer.costs = measure_forward(self._target)
+        if self._fused is not None:
+            self._fused.prepare(self._max_batch_sessions)
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Request]) -> None:
         """Advance every request of the batch by at most one forward; those that ended have `is_over` set."""
         works = self._schedule(batch)
-        if not works:
-            return
+        if self._fused is not None:
+            on_device, works = self._fused.split(works)
+            self._advance(self._fused, on_device)
+        if works:
+            self._step(works)
+        self.holdings.count()
+
+    def _step(self, works: list[Work]) -> None:
         decoding = [work for work in works if work.is_decode]
         self.drafting.draft(decoding)
         started, context = time.perf_counter(), sum(work.request.session.cached for work in works) // len(works)
         outputs = self._verify(works)
         for work, output in zip(works, outputs, strict=True):
             self._commit(work, output)
-        self.holdings.count()
         if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
             num_rows = sum(1 + len(work.draft.token_ids) for work in works)
             self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
@@ -138,16 +149,20 @@ class Stepper:
         try:
             return self._target.forward([work.segment for work in works])
         except Exception as error:
-            log.exception("The target's forward failed; %d generations end with it.", len(works))
-            for work in works:
-                if work.is_settling:  # all its tokens have left already
-                    self._finish(work.request)
-                    continue
-                failure = EngineUnavailable(f"The target's forward failed: {error}. The session keeps what was committed.")
-                failure.__cause__ = error
-                work.request.fail(failure)
-            works.clear()
+            self._fail(works, error)
             return []
+
+    def _fail(self, works: list[Work], error: Exception) -> None:
+        """The forward raised."""
+        log.error("The target's forward failed; %d generations end with it.", len(works), exc_info=error)
+        for work in works:
+            if work.is_settling:  # all its tokens have left already
+                self._finish(work.request)
+                continue
+            failure = EngineUnavailable(f"The target's forward failed: {error}. The session keeps what was committed.")
+            failure.__cause__ = error
+            work.request.fail(failure)
+        works.clear()
 
     # --- commit ---
 
@@ -175,6 +190,44 @@ class Stepper:
         if request.is_ending:
             self._end(request)
 
+    # --- both, on the device ---
+
+    def _advance(self, fused: FusedSteps, works: list[Work]) -> None:
+        """A step of these that the device makes by itself."""
+        self._stats.num_target_forwards += bool(works)
+        try:
+            outcomes = fused.run(works)
+        except Exception as error:
+            self._fail(works, error)
+            return
+        for outcome in outcomes:
+            self._keep(fused, outcome)
+
+    def _keep(self, fused: FusedSteps, outcome: Outcome) -> None:
+        """As `_commit`, but the K/V is there already, and too much of it where the turn ends early."""
+        work, request, session = outcome.work, outcome.work.request, outcome.work.request.session
+        if session.is_closed:
+            self._finish(request)
+            return
+        assert session.cache is not None
+        path: Sequence[int] = ()
+        if not request.is_ending:
+            if outcome.verdict.token_ids[-1] < 0:
+                self._target.truncate(session.cache, session.cached)
+                request.fail(ModelError("The target's logits are unusable: none is finite. Check its weights, or try float32."))
+                return
+            num_taken = request.take(outcome.verdict, _NO_LOGITS)
+            path = outcome.verdict.path[:num_taken]
+            fused.record(outcome, outcome.verdict.path)
+            self._count(work, num_taken, len(path))
+        rows = work.rows(path)
+        if len(rows) < len(outcome.hidden):
+            self._target.truncate(session.cache, session.cached + len(rows))
+        self.holdings.keep(session, outcome.hidden[: len(rows)])
+        self._tell_dropped(request)
+        if request.is_ending:
+            self._end(request)
+
     def _count(self, work: Work, num_taken: int, num_accepted: int) -> None:
         self._stats.generation_tokens += num_taken
         if not work.is_decode:
@@ -188,6 +241,8 @@ class Stepper:
         """Nothing more is computed for the turn: close its text, offer it to the tap."""
         request.finish()
         session = request.session
+        if self._fused is not None:
+            self._fused.leave(session)
         session.compact_features()
         if self._tap is None or session.options.capture is Switch.OFF or request.num_emitted == 0:
             return

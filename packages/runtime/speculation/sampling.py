@@ -215,7 +215,7 @@ class Processor:
         self.params = params
         self.grammar = grammar
         self._counts = TokenCounts.of_prompt(prompt_token_ids, vocab_size, device) if has_penalties(params) else None
-        self._is_plain = self._counts is None and not params.logit_bias and grammar is None
+        self.is_plain = self._counts is None and not params.logit_bias and grammar is None  # the raw logits decide
 
     def advance(self, token_id: int) -> None:
         """Count one token that became part of the output."""
@@ -238,7 +238,7 @@ class Processor:
 
     def argmax(self, logits: torch.Tensor, paths: Sequence[Sequence[int]] = ()) -> list[int]:
         """The best token of each row (temperature 0), lowest id on ties; rows as in `logits`."""
-        rows = logits if self._is_plain else self.logits(logits, paths)
+        rows = logits if self.is_plain else self.logits(logits, paths)
         best, token_ids = rows.max(dim=-1)
         require_finite(best.tolist())
         return [int(token_id) for token_id in token_ids.tolist()]

@@ -1,7 +1,11 @@
-"""From a resolved model directory to a `TransformersTarget`: device, dtype, weights, trial forward, packed layers."""
+"""From a resolved model directory to a target: device, dtype, weights, trial forward, packed layers.
+
+On a CUDA device Llama-like models get kernels of their own (`cuda`); everything else is a `TransformersTarget`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, cast
 
 import torch
@@ -9,10 +13,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from runtime.backends.base import TargetInfo
+from runtime.backends.base import Target, TargetInfo
 from runtime.backends.transformers.contiguous import ContiguousAttention
 from runtime.backends.transformers.invariant import InvariantAttention, check_invariance, make_invariant
-from runtime.backends.transformers.pool import ContiguousPool
+from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
 from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
@@ -22,7 +26,7 @@ from runtime.linear import pack_linears
 from runtime.models import ResolvedModel, Tokenizer
 
 
-def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) -> TransformersTarget:
+def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) -> Target:
     """Load the weights and make a target of them. ModelError for a directory or a model that cannot be used."""
     if backend.num_threads is not None:
         torch.set_num_threads(backend.num_threads)
@@ -36,6 +40,7 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
         fingerprint=resolved.fingerprint,
         eos_token_ids=eos_token_ids,
         numerics=backend.numerics,
+        kv_pool_mib=backend.kv_pool_mib,
     )
 
 
@@ -46,7 +51,8 @@ def build(
     fingerprint: str,
     eos_token_ids: tuple[int, ...],
     numerics: Numerics = Numerics.DEFAULT,
-) -> TransformersTarget:
+    kv_pool_mib: int | None = None,
+) -> Target:
     """A target of a model in memory, which becomes the target's own: its linear layers are packed in place."""
     model.train(False)
     model.requires_grad_(False)
@@ -72,7 +78,12 @@ def build(
         dtype=str(shape.dtype).removeprefix("torch."),
         device=str(shape.device),
     )
-    pool = ContiguousPool(shape, InvariantAttention if is_invariant else ContiguousAttention)
+    if shape.device.type == "cuda" and not is_invariant and importlib.util.find_spec("triton"):
+        from runtime.backends.transformers.cuda.target import load_fused
+
+        if fused := load_fused(model, info, shape, kv_pool_mib):
+            return fused
+    pool = KVPool(shape, InvariantAttention if is_invariant else ContiguousAttention)
     target = TransformersTarget(model, info, pool, embedding, lm_head)
     if is_invariant:
         check_invariance(target)

@@ -12,8 +12,11 @@ already, since a chain is written behind the committed tokens in order. Depth 0 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,11 +24,13 @@ import torch
 from runtime.backends.transformers.cuda import drafting, launch
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.draft_network import DraftNetwork, can_fuse
-from runtime.backends.transformers.cuda.launch import NO_WINDOW, Buffers, Head, Rows, next_power_of_2
+from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows, next_power_of_2
 from runtime.backends.transformers.cuda.pool import TABLE_ROWS
 from runtime.backends.transformers.cuda.target import MAX_SEQUENCES, CudaTarget, bucket
 from runtime.eagle3.model import Eagle3Model
+from runtime.hidden_states import HiddenStates
 
+WARM_UP_ROUNDS = 5
 PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
 AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 
@@ -34,11 +39,10 @@ AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables
 class _Sequence:
     """What the device knows of one sequence. Valid for as long as the table says the same."""
 
-    table: Table
-    row: int
-    length: int
-    fresh: int  # tokens behind the last committed rows that lie in the device's state, the pending one included
-    primed: int  # the drafter has K/V of so many positions
+    row: int = -1  # of the table
+    length: int = -1
+    fresh: int = 0  # tokens behind the last committed rows that lie in the device's state, the pending one included
+    primed: int = 0  # the drafter has K/V of so many positions
 
 
 class FusedDecoder:
@@ -53,11 +57,15 @@ class FusedDecoder:
         self._table_rows = torch.zeros(MAX_SEQUENCES, dtype=torch.int32, device=device)
         self._result = torch.zeros(MAX_SEQUENCES * (max_depth + 2), dtype=torch.int32, device=device)
         self._host_result = torch.zeros(self._result.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._sequences: dict[int, _Sequence] = {}
-        self._seated: list[int] = []  # what _table_rows holds
+        self._sequences: WeakKeyDictionary[Table, _Sequence] = WeakKeyDictionary()
+        self._seats = [0] * MAX_SEQUENCES  # what _table_rows holds
         self._plans: dict[tuple[int, int], _Plan] = {}
         self._target_head = Head(target.lm_head, MAX_SEQUENCES * self._recent)
         self._buffers = Buffers(MAX_SEQUENCES * self._recent, target.network.geometry, target.embedding.dtype, device)
+
+    @property
+    def max_sequences(self) -> int:
+        return MAX_SEQUENCES
 
     @property
     def max_depth(self) -> int:
@@ -85,53 +93,58 @@ class FusedDecoder:
         return True
 
     def leave(self, cache: int) -> None:
-        """Forget a sequence: its next step begins anew. Blocks taken ahead are freed. Also for one never seen."""
-        if sequence := self._sequences.pop(cache, None):
-            self._target.pool.blocks.trim(sequence.table)
+        """Forget a sequence: its next step begins anew. Blocks taken ahead are freed. Also for one that was never here."""
+        table = self._target.pool[cache]
+        if self._sequences.pop(table, None):
+            self._target.pool.blocks.trim(table)
 
     @torch.inference_mode()
-    def step(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> list[list[int]]:
+    def step(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> tuple[list[list[int]], HiddenStates]:
         """One step of each sequence; its new tokens, at least one, the last of which is pending. -1: no logit was finite.
 
-        histories[i] are all its tokens, the pending one last, which is the only one without K/V. At most MAX_SEQUENCES, and
+        histories[i] are all its tokens, the pending one last, which is the only one without K/V. At most `max_sequences`, and
         none may come closer than `depth` tokens to the model's last position. K/V of all new tokens but the last is committed.
+        The states are those of the rows that were verified, aux [n, depth + 1, 3H] and last [n, depth + 1, H].
         """
         pool = self._target.pool
-        sequences = [self._enter(cache, history) for cache, history in zip(caches, histories, strict=True)]
-        tables = [sequence.table for sequence in sequences]
+        tables = [pool[cache] for cache in caches]
+        sequences = [self._sequences.setdefault(table, _Sequence()) for table in tables]
         if any(len(table.blocks) * BLOCK_TOKENS < table.length + depth + 1 for table in tables):
             pool.reserve(tables, [depth + 1 + AHEAD_TOKENS] * len(tables))
         elif any(table.row is None or table.may_share or table.first_stale < len(table.blocks) for table in tables):
             pool.reserve(tables, [depth + 1] * len(tables))
-        for sequence, history in zip(sequences, histories, strict=True):
-            self._bring_up(sequence, history, depth)
-        rows = [sequence.row for sequence in sequences]
-        num = bucket(len(rows))
-        if rows != self._seated[: len(rows)] or any(self._seated[len(rows) : num]) or len(self._seated) < num:
-            self._seated = rows + [0] * (MAX_SEQUENCES - len(rows))
-            self._table_rows.copy_(torch.tensor(self._seated, dtype=torch.int32), non_blocking=True)
-        self._target.graphs.run(("step", num, depth), lambda: self._launch(num, depth))
-        tokens = self._read(num, depth)[: len(rows)]
-        for sequence, new in zip(sequences, tokens, strict=True):
+        for table, sequence, history in zip(tables, sequences, histories, strict=True):
+            assert len(history) == table.length + 1, "only the pending token may lack K/V"
+            self._bring_up(table, sequence, history, depth)
+        num = bucket(len(tables))
+        tokens = self._run([sequence.row for sequence in sequences], num, depth)
+        for table, sequence, new in zip(tables, sequences, tokens, strict=True):
             sequence.primed = sequence.length if depth else sequence.primed
             sequence.length += len(new)
             sequence.fresh = len(new)
-            pool.advance(sequence.table, len(new), keep_tail=True)
-        return tokens
+            pool.advance(table, len(new), keep_tail=True)
+        hidden = self._buffers.hidden[: num * (depth + 1)].clone().view(num, depth + 1, -1)
+        split = 3 * self._target.info.hidden_size
+        return tokens, HiddenStates(hidden[:, :, :split], hidden[:, :, split:])
+
+    def warm_up(self, num_sequences: int) -> dict[int, float]:
+        """Capture all steps of up to so many sequences, that none has to wait for it; seconds of a plain step by their number."""
+        seconds = {}
+        for num in sorted({bucket(n) for n in range(1, min(num_sequences, MAX_SEQUENCES) + 1)}):
+            for depth in range(1 if self._network is None else self.max_depth + 1):
+                self._run([], num, depth)
+            taken = []
+            for _ in range(WARM_UP_ROUNDS):
+                started = time.perf_counter()
+                self._run([], num, 0)
+                taken.append(time.perf_counter() - started)
+            seconds[num] = min(taken)
+        return seconds
 
     # --- between host and device ---
 
-    def _enter(self, cache: int, history: Sequence[int]) -> _Sequence:
-        table = self._target.pool[cache]
-        assert len(history) == table.length + 1, "only the pending token may lack K/V"
-        sequence = self._sequences.get(cache)
-        if sequence is None or sequence.table is not table:
-            sequence = self._sequences[cache] = _Sequence(table, row=-1, length=-1, fresh=0, primed=0)
-        return sequence
-
-    def _bring_up(self, sequence: _Sequence, history: Sequence[int], depth: int) -> None:
+    def _bring_up(self, table: Table, sequence: _Sequence, history: Sequence[int], depth: int) -> None:
         """Write the device's state where it does not hold, and let the drafter catch up where it is far behind."""
-        table = sequence.table
         assert table.row is not None
         is_known = sequence.row == table.row and sequence.length == table.length
         if is_known and (not depth or sequence.primed >= table.length - sequence.fresh):
@@ -154,22 +167,25 @@ class FusedDecoder:
         positions = np.arange(first, end, dtype=np.int32)
         slots = np.array(table.blocks, dtype=np.int32)[positions // BLOCK_TOKENS] * BLOCK_TOKENS
         slots = np.where(slots > 0, slots + positions % BLOCK_TOKENS, 0).astype(np.int32)
-        ids = np.array(history[first + 1 : end + 1], dtype=np.int32)
-        packed = torch.from_numpy(np.stack([ids, positions, slots])).to(device)
-        nobody = self._table_rows[:0]
-        rows = Rows(*packed, self._target.pool.device_table, *[nobody] * 6, max_size=0)
-        g = network.geometry
-        h = torch.empty(end - first, g.hidden, dtype=network.fc.dtype, device=device)
-        q = torch.empty(end - first, g.heads * g.head_dim, dtype=network.fc.dtype, device=device)
-        self._catch_up(network, rows, h, q)
+        packed = np.stack([np.array(history[first + 1 : end + 1], dtype=np.int32), positions, slots])
+        ids, positions, slots = torch.from_numpy(packed).to(device)
+        nobody = dict.fromkeys(SEQUENCE_FIELDS, self._table_rows[:0])
+        rows = Rows(ids, positions, slots, self._target.pool.device_table, **nobody, max_size=0)
+        buffers = Buffers(end - first, network.geometry, network.fc.dtype, device)
+        self._catch_up(network, rows, buffers.x, buffers)
 
-    def _read(self, num: int, depth: int) -> list[list[int]]:
-        """Wait for the step and read what it emitted."""
+    def _run(self, rows: list[int], num: int, depth: int) -> list[list[int]]:
+        """A step of these rows of the table, and of nobody in the places up to `num`; what it emitted."""
+        seats = rows + [0] * (num - len(rows))
+        if seats != self._seats[:num]:
+            self._seats = seats + [0] * (MAX_SEQUENCES - num)
+            self._table_rows.copy_(torch.tensor(self._seats, dtype=torch.int32), non_blocking=True)
+        self._target.graphs.run(("step", num, depth), partial(self._launch, num, depth))
         size = num * (depth + 2)
         self._host_result[:size].copy_(self._result[:size], non_blocking=True)
         if self._target.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return [row[1 : 1 + row[0]] for row in self._host_result[:size].view(num, depth + 2).tolist()]
+        return [row[1 : 1 + row[0]] for row in self._host_result[:size].view(num, depth + 2)[: len(rows)].tolist()]
 
     # --- the launches of one step ---
 
@@ -198,7 +214,7 @@ class FusedDecoder:
         assert network is not None
         g, layer = network.geometry, network.layer
         num_new = num * self._recent
-        self._catch_up(network, plan.new, buffers.x[:num_new], buffers.q[:num_new])
+        self._catch_up(network, plan.new, buffers.x[:num_new], buffers)
         h, q = buffers.aux[0][:num], self._draft_q[:num]
         torch.index_select(buffers.x, 0, plan.last_rows, out=h)
         torch.index_select(buffers.q, 0, plan.last_rows, out=q)
@@ -207,20 +223,25 @@ class FusedDecoder:
             rows = plan.draft(k, ids[:, k])
             if k:
                 launch.qkv(
-                    layer, g, rows, h, q, self._draft_keys, self._draft_values, (network.cos, network.sin),
+                    layer, g, rows, buffers, q, self._draft_keys, self._draft_values, (network.cos, network.sin),
                     self._target.embedding,
                 )  # fmt: skip
-            splits = launch.attend(layer, g, rows, buffers, self._draft_keys, self._draft_values, q)
-            launch.project_attention(layer, g, buffers, splits, h, buffers.mid[:num])
-            launch.mlp(layer, g, buffers.act, buffers.mid[:num], h)
+            launch.attend(layer, g, rows, buffers, self._draft_keys, self._draft_values, q)
+            launch.linear(
+                buffers.o[:num], layer.out, buffers.mid[:num], residual=h, gain=layer.mlp_norm, buffers=buffers
+            )  # fmt: skip
+            launch.mlp(layer, g, buffers, h, layer.input_norm)
             self._draft_head.best(h, ids[:, k + 1], network.norm, g.eps, fallback=0)
 
-    def _catch_up(self, network: DraftNetwork, rows: Rows, h: torch.Tensor, q: torch.Tensor) -> None:
+    def _catch_up(self, network: DraftNetwork, rows: Rows, h: torch.Tensor, buffers: Buffers) -> None:
         """h of these rows from the states in their slots; their keys and values; their queries, of which few are used."""
-        launch.linear(self._target.pool.states, network.fc, h, rows_of=rows.slots)
+        layer, n = network.layer, rows.num_rows
+        launch.linear(
+            self._target.pool.states, network.fc, h, rows_of=rows.slots, gain=layer.input_norm, buffers=buffers
+        )  # fmt: skip
         launch.qkv(
-            network.layer, network.geometry, rows, h, q, self._draft_keys, self._draft_values, (network.cos, network.sin),
-            self._target.embedding,
+            layer, network.geometry, rows, buffers, buffers.q[:n], self._draft_keys, self._draft_values,
+            (network.cos, network.sin), self._target.embedding,
         )  # fmt: skip
 
 
@@ -242,7 +263,9 @@ class _Plan:
         self.verify = Rows(
             make(rows), make(rows), make(rows), starts=starts, sizes=sizes, max_size=depth + 1, **by_sequence
         )  # [num, depth + 1]: the pending token and the chain
-        self.new = dataclasses.replace(self.verify, ids=make(num * recent), positions=make(num * recent), slots=make(num * recent))
+        self.new = dataclasses.replace(
+            self.verify, ids=make(num * recent), positions=make(num * recent), slots=make(num * recent)
+        )
 
     def draft(self, k: int, ids: torch.Tensor) -> Rows:
         """The rows of depth k, one a sequence: it sees what lies before its own position, and itself."""

@@ -25,8 +25,8 @@ def _slot(blocks, position, ok, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, windows, new_ids, new_positions, new_slots, last_rows,
-                draft_positions, draft_slots, verify_ids, verify_positions, verify_slots, lengths, live, sizes,
+def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, windows, new_ids, new_positions, new_slots,
+                last_rows, draft_positions, draft_slots, verify_ids, verify_positions, verify_slots, lengths, live, sizes,
                 NUM: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program a sequence s of NUM. Positions of its rows and where in the pool they write:
 
@@ -68,7 +68,7 @@ def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, win
 
 
 @triton.jit
-def accept_kernel(table_rows, state, state_stride, verify_ids, best, result, DEPTH: tl.constexpr, RP: tl.constexpr):
+def accept_kernel(table_rows, state, state_stride, verify_ids, best, result, DEPTH: tl.constexpr, RP: tl.constexpr):  # fmt: skip
     """Keep the longest prefix of the chain that the target would have picked itself, and one token more.
 
     best [NUM, DEPTH + 1] is the target's pick behind each verified row. result [NUM, DEPTH + 2]: how many tokens, then they.

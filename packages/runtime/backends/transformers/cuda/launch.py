@@ -5,7 +5,7 @@ Nothing here allocates or waits, so all of it can stand in a CUDA graph. Tensors
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from runtime.backends.transformers.cuda import attention, kernels
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS
 from runtime.backends.transformers.cuda.network import Geometry, Layer
 
-MAX_SPLITS = 8  # parts of the keys of one sequence that are attended to side by side
+MAX_SPLITS = 16  # parts of the keys of one sequence that are attended to side by side
+MAX_SPLIT_ROWS = 256  # more rows fill the device without splitting
 NO_WINDOW = 2**30  # in place of a policy's window
+SHARED_BYTES = 160 * 1024  # of a program's tiles, on the safe side of what a device has
 SEQUENCE_FIELDS = ("table_rows", "starts", "sizes", "lengths", "sinks", "windows")
 
 
@@ -60,6 +62,8 @@ class Buffers:
     act: torch.Tensor = field(init=False)  # [T, I]
     x: torch.Tensor = field(init=False)  # [T, H] the residual stream behind a layer
     mid: torch.Tensor = field(init=False)  # [T, H] and behind its attention
+    scaled: torch.Tensor = field(init=False)  # [T, H] either of them times the gain of the norm that follows
+    squares: torch.Tensor = field(init=False)  # float32 [T * tiles] and its sums of squares
     aux: list[torch.Tensor] = field(init=False)  # three of [T, H]: x behind the auxiliary layers
     hidden: torch.Tensor = field(init=False)  # [T, 4H] what the forward leaves behind
 
@@ -67,25 +71,44 @@ class Buffers:
         g, n = self.geometry, self.rows
         make: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         self.q, self.o = (torch.empty(n, g.heads * g.head_dim, **make) for _ in range(2))
-        self.x, self.mid, *self.aux = (torch.empty(n, g.hidden, **make) for _ in range(5))
+        self.x, self.mid, self.scaled, *self.aux = (torch.empty(n, g.hidden, **make) for _ in range(6))
         self.act, self.hidden = torch.empty(n, g.intermediate, **make), torch.empty(n, 4 * g.hidden, **make)
-        split_rows = min(n, 256) * MAX_SPLITS  # more rows fill the device without splitting
+        self.squares = torch.empty(n * cdiv(g.hidden, 16), dtype=torch.float32, device=self.device)
+        split_rows = min(n, MAX_SPLIT_ROWS) * MAX_SPLITS
         self.parts = torch.empty(split_rows * g.heads * g.head_dim, dtype=torch.float32, device=self.device)
         self.lse = torch.empty(split_rows * g.heads, dtype=torch.float32, device=self.device)
 
 
-def row_tile(num_rows: int) -> int:
-    return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a product does: BM rows, BN columns, BK of the inner axis at a time."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 4
+    stages: int = 4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def col_tile(num_rows: int) -> int:
-    """Narrow while a product only streams its weights, so that many programs share the work."""
-    return 16 if num_rows <= 32 else 32 if num_rows <= 128 else 64
+def tile(kind: str, num_rows: int, k: int, itemsize: int = 2) -> Tile:
+    """Of a product of num_rows rows, K wide. Few rows only stream the weights: many narrow programs share that work."""
+    bm = 16 if num_rows <= (16 if kind == "head" else 32) else 32 if num_rows <= 64 else 64
+    bn = 64 if kind == "head" or num_rows > 128 else 16 if kind == "linear" and num_rows <= 64 else 32
+    bk = 128 if k >= 1024 or kind == "gate_up" else 64
+    bk = min(bk, max(16, next_power_of_2(k)))
+    stages = 4 if kind in ("linear", "head") else 6
+    while stages > 1 and (bm + 2 * bn) * bk * itemsize * stages > SHARED_BYTES:
+        stages -= 1
+    return Tile(bm, bn, bk, 4, stages)
 
 
-def k_tile(size: int) -> int:
-    """Of the inner axis: wide, but no wider than it."""
-    return 128 if size >= 512 else 64 if size >= 64 else 32 if size >= 32 else 16
+def linear_tiles(num_rows: int, n: int, itemsize: int) -> int:
+    """Into how many tiles `linear` cuts a row of N columns: the sums of squares that it passes on."""
+    return cdiv(n, tile("linear", num_rows, n, itemsize).bn)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -96,41 +119,51 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def embed(ids: torch.Tensor, embedding: torch.Tensor, gain: torch.Tensor, buffers: Buffers) -> None:
+    """Rows of the embedding into buffers.x, and what the first norm needs."""
+    num_rows, h = ids.shape[0], embedding.shape[1]
+    tiles = linear_tiles(num_rows, h, embedding.element_size())
+    kernels.embed_kernel[(num_rows,)](
+        ids, embedding, gain, buffers.x, buffers.scaled, buffers.squares, H=h, HP=next_power_of_2(h), TILES=tiles,
+        TP=next_power_of_2(tiles), num_warps=4,
+    )  # fmt: skip
+
+
 def qkv(
     layer: Layer,
     g: Geometry,
     rows: Rows,
-    x: torch.Tensor,  # [T, H]
-    q: torch.Tensor,
+    buffers: Buffers,  # .scaled and .squares are read
+    q: torch.Tensor,  # [T, heads * D]
     keys: torch.Tensor,  # [blocks, kv_heads, 16, D] of this layer
     values: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
     embedding: torch.Tensor | None = None,  # of a draft layer
 ) -> None:
     num_rows, half = rows.num_rows, g.head_dim // 2
-    bn = half if layer.q_norm is not None else min(half, col_tile(num_rows))
-    grid = (cdiv(num_rows, row_tile(num_rows)), (g.heads + 2 * g.kv_heads) * (half // bn))
+    t = tile("qkv", num_rows, g.hidden, q.element_size())
+    t = replace(t, bn=half if layer.q_norm is not None else min(half, t.bn))
+    tiles = linear_tiles(num_rows, g.hidden, q.element_size())
     none = layer.input_norm  # stands where a kernel's branch is compiled away
-    kernels.qkv_kernel[grid](
-        x, x.stride(0), layer.input_norm, rows.ids, rows.ids.stride(0),
-        none if embedding is None else embedding, none if layer.embedding_norm is None else layer.embedding_norm, layer.qkv, none if layer.bias is None else layer.bias,
-        none if layer.q_norm is None else layer.q_norm, none if layer.k_norm is None else layer.k_norm, *rotary,
-        rows.positions, rows.slots, q, keys, values, num_rows, g.eps,
-        K=g.hidden, HEADS=g.heads, KV_HEADS=g.kv_heads, D=g.head_dim, BLOCK=BLOCK_TOKENS,
-        WITH_EMBEDDING=embedding is not None, HAS_BIAS=layer.bias is not None, NORM_QK=layer.q_norm is not None,
-        BM=row_tile(num_rows), BN=bn, BK=k_tile(g.hidden), num_warps=4, num_stages=4,
+    kernels.qkv_kernel[(cdiv(num_rows, t.bm), (g.heads + 2 * g.kv_heads) * (half // t.bn))](
+        buffers.scaled, buffers.squares, rows.ids, rows.ids.stride(0), none if embedding is None else embedding,
+        none if layer.embedding_norm is None else layer.embedding_norm, layer.qkv, none if layer.bias is None else layer.bias,
+        none if layer.q_norm is None else layer.q_norm, none if layer.k_norm is None else layer.k_norm, *rotary, rows.positions,
+        rows.slots, q, keys, values, num_rows, g.eps, K=g.hidden, TILES=tiles,
+        TP=next_power_of_2(tiles), HEADS=g.heads, KV_HEADS=g.kv_heads, D=g.head_dim, BLOCK=BLOCK_TOKENS,
+        WITH_EMBEDDING=embedding is not None, HAS_BIAS=layer.bias is not None, NORM_QK=layer.q_norm is not None, **t.options,
     )  # fmt: skip
 
 
 def attend(
     layer: Layer, g: Geometry, rows: Rows, buffers: Buffers, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor
-) -> int:
-    """Attention of all rows into `buffers`; returns the number of parts it was left in."""
+) -> None:
+    """Attention of all rows into `buffers.o`, by way of parts where splitting the keys fills the device better."""
     pairs = rows.max_size * (g.heads // g.kv_heads)
     bm = max(16, min(64, next_power_of_2(pairs)))
     tiles = cdiv(pairs, bm)
     splits = 1
-    while splits < MAX_SPLITS and rows.num_rows <= 256 and rows.num_sequences * tiles * g.kv_heads * splits * 2 <= 264:
+    while splits < MAX_SPLITS and rows.num_rows <= MAX_SPLIT_ROWS and rows.num_sequences * tiles * g.kv_heads * splits <= 132:
         splits *= 2
     attention.attention_kernel[(rows.num_sequences, tiles, g.kv_heads * splits)](
         q, keys, values, buffers.o if splits == 1 else buffers.parts, buffers.lse, rows.table, rows.table.stride(0),
@@ -139,53 +172,50 @@ def attend(
         HEADS=g.heads, KV_HEADS=g.kv_heads, D=g.head_dim, BLOCK=BLOCK_TOKENS, LAYER_WINDOW=layer.window,
         TREE=rows.ancestors is not None, SPLITS=splits, BM=bm, BN=64 if g.head_dim <= 128 else 32, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return splits
-
-
-def project_attention(
-    layer: Layer,
-    g: Geometry,
-    buffers: Buffers,
-    splits: int,
-    residual: torch.Tensor,  # [T, H]
-    out: torch.Tensor,  # [T, H]
-) -> None:
-    """out = residual + attention's output through the layer's out matrix."""
-    num_rows = out.shape[0]
-    if splits == 1:
-        linear(buffers.o[:num_rows], layer.out, out, residual=residual)
-        return
-    bm, bn = row_tile(num_rows), col_tile(num_rows)
-    kernels.merge_linear_kernel[(cdiv(num_rows, bm), cdiv(g.hidden, bn))](
-        buffers.parts, buffers.lse, layer.out, residual, out, num_rows, HEADS=g.heads, D=g.head_dim, N=g.hidden, SPLITS=splits,
-        BM=bm, BN=bn, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    if splits > 1:
+        kernels.merge_kernel[(rows.num_rows, g.heads)](
+            buffers.parts, buffers.lse, buffers.o, rows.num_rows, HEADS=g.heads, D=g.head_dim, SPLITS=splits, num_warps=1
+        )
 
 
 def linear(
     x: torch.Tensor,  # [*, K]
     w: torch.Tensor,  # [N, K]
     out: torch.Tensor,  # [T, N]
+    *,
     residual: torch.Tensor | None = None,  # [T, N]
     rows_of: torch.Tensor | None = None,  # int32 [T]: row i is x[rows_of[i]]
+    gain: torch.Tensor | None = None,  # [N] of the norm that follows, for which
+    buffers: Buffers | None = None,  # .scaled and .squares are written
 ) -> None:
     num_rows, n, k = out.shape[0], w.shape[0], w.shape[1]
-    bm, bn = row_tile(num_rows), col_tile(num_rows)
-    kernels.linear_kernel[(cdiv(num_rows, bm), cdiv(n, bn))](
-        x, x.stride(0), x if rows_of is None else rows_of, w, out if residual is None else residual, out, num_rows,
-        K=k, N=n, GATHER=rows_of is not None, ADD=residual is not None, BM=bm, BN=bn, BK=k_tile(k), num_warps=4, num_stages=4,
+    t = tile("linear", num_rows, k, w.element_size())
+    tiles = cdiv(n, t.bn)
+    scaled, squares = (out, out) if buffers is None else (buffers.scaled, buffers.squares)
+    kernels.linear_kernel[(cdiv(num_rows, t.bm), tiles)](
+        x, x.stride(0), out if rows_of is None else rows_of, w, out if residual is None else residual, out,
+        w if gain is None else gain, scaled, squares, num_rows, K=k, N=n, TILES=tiles,
+        GATHER=rows_of is not None, ADD=residual is not None, PASS_ON=gain is not None, **t.options,
     )  # fmt: skip
 
 
-def mlp(layer: Layer, g: Geometry, act: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-    """out = x + down(silu(gate) * up) of the normed x [T, H]."""
-    num_rows = x.shape[0]
-    bm, bn = row_tile(num_rows), col_tile(num_rows)
-    kernels.gate_up_kernel[(cdiv(num_rows, bm), cdiv(g.intermediate, bn))](
-        x, layer.mlp_norm, layer.gate_up, act, num_rows, g.eps, K=g.hidden, I=g.intermediate, BM=bm, BN=bn, BK=k_tile(g.hidden),
-        num_warps=4, num_stages=4,
+def mlp(layer: Layer, g: Geometry, buffers: Buffers, out: torch.Tensor, next_gain: torch.Tensor | None) -> None:
+    """out = x + down(silu(gate) * up), x [T, H] in buffers.mid; what the next norm needs is passed on."""
+    num_rows = out.shape[0]
+    t = tile("gate_up", num_rows, g.hidden, out.element_size())
+    tiles = linear_tiles(num_rows, g.hidden, out.element_size())
+    kernels.gate_up_kernel[(cdiv(num_rows, t.bm), cdiv(g.intermediate, t.bn))](
+        buffers.scaled, buffers.squares, layer.gate_up, buffers.act, num_rows, g.eps, K=g.hidden,
+        WIDTH=g.intermediate, TILES=tiles, TP=next_power_of_2(tiles), **t.options,
     )  # fmt: skip
-    linear(act[:num_rows], layer.down, out, residual=x)
+    linear(
+        buffers.act[:num_rows],
+        layer.down,
+        out,
+        residual=buffers.mid[:num_rows],
+        gain=next_gain,
+        buffers=buffers,
+    )
 
 
 def keep_states(
@@ -199,7 +229,7 @@ def keep_states(
 ) -> None:
     num_rows, h = x.shape
     kernels.keep_states_kernel[(num_rows,)](
-        *aux, x, norm, slots, hidden, pool, eps, H=h, HP=next_power_of_2(h), num_warps=4
+        *aux, x, norm, slots, hidden, pool, eps, H=h, HP=next_power_of_2(h), num_warps=4,
     )  # fmt: skip
 
 
@@ -209,18 +239,18 @@ class Head:
     def __init__(self, weight: torch.Tensor, rows: int, ids_of: torch.Tensor | None = None) -> None:
         """weight [V, H]; ids_of int64 [V]: the tokens that its rows stand for, where they are not all of a vocabulary."""
         self._weight, self._ids_of = weight, ids_of
-        size, device = rows * cdiv(weight.shape[0], 64), weight.device
+        size, device = rows * cdiv(weight.shape[0], 32), weight.device
         self._best = torch.empty(size, dtype=torch.float32, device=device)
         self._best_id = torch.empty(size, dtype=torch.int32, device=device)
 
     def _run(self, x: torch.Tensor, norm: torch.Tensor | None, eps: float, logits: torch.Tensor | None) -> int:
         num_rows, (v, k) = x.shape[0], self._weight.shape
-        bm = row_tile(num_rows)
-        tiles = cdiv(v, 64)
-        kernels.head_kernel[(cdiv(num_rows, bm), tiles)](
+        t = tile("head", num_rows, k, x.element_size())
+        tiles = cdiv(v, t.bn)
+        kernels.head_kernel[(cdiv(num_rows, t.bm), tiles)](
             x, x.stride(0), self._weight if norm is None else norm, self._weight, self._best if logits is None else logits,
             self._best, self._best_id, num_rows, eps, K=k, V=v, TILES=tiles, NORM=norm is not None, ARGMAX=logits is None,
-            BM=bm, BN=64, BK=k_tile(k), num_warps=4, num_stages=4,
+            **t.options,
         )  # fmt: skip
         return tiles
 

@@ -8,9 +8,11 @@ launched one by one. Either way it is the same kernels, so a row's result depend
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
 from runtime.backends.segments import check_batch, depths
@@ -18,11 +20,15 @@ from runtime.backends.transformers.cache import KVShape
 from runtime.backends.transformers.cuda import launch
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows
-from runtime.backends.transformers.cuda.network import Network
+from runtime.backends.transformers.cuda.network import Network, read_network
 from runtime.backends.transformers.cuda.pool import PagedPool
 from runtime.hidden_states import HiddenStates
 from runtime.types import CachePolicy
 
+if TYPE_CHECKING:
+    from runtime.backends.transformers.cuda.decoder import FusedDecoder
+
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # few, so that graphs are few, and close, so that little is padded
 MAX_SEQUENCES = 64  # of one graph
 MAX_NODES = 64  # of a tree: one bit each
 MAX_GRAPH_ROWS = 512
@@ -51,7 +57,7 @@ class Graphs:
             return
         launches()
         if self._device.type == "cuda":
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
@@ -153,24 +159,29 @@ class CudaTarget:
         """All layers; the states of the rows come to lie in `buffers.hidden` and in the pool."""
         network, n = self.network, rows.num_rows
         g = network.geometry
-        x, q = buffers.x[:n], buffers.q[:n]
-        torch.index_select(network.embedding, 0, rows.ids, out=x)
-        aux = [part[:n] for part in buffers.aux]
-        for i, layer in enumerate(network.layers):
+        launch.embed(rows.ids, network.embedding, network.layers[0].input_norm, buffers)
+        x, q, mid = buffers.x[:n], buffers.q[:n], buffers.mid[:n]
+        aux, ids = [part[:n] for part in buffers.aux], self._info.aux_layer_ids
+        next_gains = [layer.input_norm for layer in network.layers[1:]] + [None]
+        for i, (layer, next_gain) in enumerate(zip(network.layers, next_gains, strict=True)):
             keys, values = self.pool.keys[i], self.pool.values[i]
-            launch.qkv(layer, g, rows, x, q, keys, values, (network.cos, network.sin))
-            splits = launch.attend(layer, g, rows, buffers, keys, values, q)
-            launch.project_attention(layer, g, buffers, splits, x, buffers.mid[:n])
-            ids = self._info.aux_layer_ids
-            out = aux[ids.index(i)] if i in ids else buffers.x[:n]
-            launch.mlp(layer, g, buffers.act, buffers.mid[:n], out)
-            x = out
+            launch.qkv(layer, g, rows, buffers, q, keys, values, (network.cos, network.sin))
+            launch.attend(layer, g, rows, buffers, keys, values, q)
+            launch.linear(buffers.o[:n], layer.out, mid, residual=x, gain=layer.mlp_norm, buffers=buffers)
+            x = aux[ids.index(i)] if i in ids else buffers.x[:n]
+            launch.mlp(layer, g, buffers, x, next_gain)
         launch.keep_states(aux, x, network.norm, g.eps, rows.slots, buffers.hidden, self.pool.states)
 
     def _states(self, hidden: torch.Tensor) -> HiddenStates:
         """Of rows [T, 4H]."""
         split = 3 * self._info.hidden_size
         return HiddenStates(hidden[:, :split], hidden[:, split:])
+
+    def new_decoder(self, max_depth: int) -> FusedDecoder:
+        """What runs whole steps of this target's sequences on the device, with chains of up to max_depth."""
+        from runtime.backends.transformers.cuda.decoder import FusedDecoder
+
+        return FusedDecoder(self, max_depth)
 
     def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
         """Of committed positions, out of the pool."""
@@ -208,9 +219,18 @@ class CudaTarget:
         return self.pool.bytes_for(num_tokens, policy) if num_tokens else self.pool.num_bytes()
 
 
+def load_fused(model: PreTrainedModel, info: TargetInfo, shape: KVShape, pool_mib: int | None) -> CudaTarget | None:
+    """A target of a model on its device, whose weights it takes over; None for a model of another kind."""
+    network = read_network(model, info.max_positions)
+    if network is None:
+        return None
+    pool_bytes = pool_mib * 2**20 if pool_mib else torch.cuda.mem_get_info(shape.device)[0] * 3 // 10
+    return CudaTarget(network, info, shape, pool_bytes)
+
+
 def bucket(n: int) -> int:
-    """The next size that graphs are made for: few, so that they are few, and close, so that little is padded."""
-    return n if n <= 2 else launch.next_power_of_2(n) if n not in (3, 6, 12, 24, 48) else n
+    """The next size that graphs are made for; n itself beyond them."""
+    return next((size for size in BUCKETS if size >= n), n)
 
 
 def graph_shape(num_sequences: int, size: int) -> tuple[int, int] | None:
@@ -237,6 +257,7 @@ def pack(
         if size <= MAX_NODES:
             ancestors[start:end] = masks(segment.parents, size)
         window = NO_WINDOW if table.policy.window is None else table.policy.window
+        assert table.row is not None
         by_sequence[:, s] = (table.row, start, size, table.length, table.policy.sink, window)
     return packed
 

@@ -182,11 +182,11 @@ class Holdings:
         self.kv_bytes = self._target.cache_bytes()
 
     def make_room(self, num_bytes: int, sessions: Iterable[Session]) -> bool:
-        """Whether the budget holds so many bytes more; idle sessions give up their K/V for it, the oldest of them first."""
+        """Whether the budget holds so many bytes more; sessions at rest give up their K/V for it, the oldest of them first."""
         for session in sessions:
             if self._target.cache_bytes() + num_bytes <= self.budget_bytes:
                 return True
-            if session.is_idle and session.cache is not None:
+            if session.is_at_rest and session.cache is not None:
                 self.release(session)
         return self._target.cache_bytes() + num_bytes <= self.budget_bytes
 

@@ -194,11 +194,11 @@ class EngineLoop:
 
     def _bury(self, session: Session) -> None:
         self._stepper.holdings.release(session)
-        version = session.options.drafter_policy.version
-        with self.lock:
-            is_in_use = version in self.pinned_versions()
-        if version and not is_in_use:
-            self._stepper.drafting.forget(version)
+        if version := session.options.drafter_policy.version:
+            with self.lock:
+                is_in_use = version in self.pinned_versions()
+            if not is_in_use:
+                self._stepper.drafting.forget(version)
 
     def _shut_down(self) -> None:
         with self.lock:

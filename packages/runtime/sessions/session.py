@@ -85,6 +85,11 @@ class Session:
         return self.state is State.IDLE
 
     @property
+    def is_at_rest(self) -> bool:
+        """Nobody is at work on it, though somebody may be about to."""
+        return self.state in (State.IDLE, State.RESERVED)
+
+    @property
     def is_generating(self) -> bool:
         return self.state is State.GENERATING
 
@@ -98,7 +103,7 @@ class Session:
 
     def check_ready(self) -> None:
         """For a generation: idle, or reserved for it."""
-        if self.state not in (State.IDLE, State.RESERVED):
+        if not self.is_at_rest:
             raise SessionBusy(self.id)
 
     def check_continued_by(self, token_ids: Sequence[int]) -> None:

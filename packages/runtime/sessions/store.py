@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from runtime.config import SessionsConfig
 from runtime.errors import CapacityExhausted, InvalidRequest, SessionNotFound
-from runtime.sessions.session import Session, State
+from runtime.sessions.session import Session
 from runtime.types import SessionOptions
 
 MAX_TOMBSTONES = 10_000
@@ -108,7 +108,6 @@ class SessionStore:
     def expire(self) -> list[Session]:
         """Remove and return the sessions past their time to live: idle ones, and those reserved for a caller that never came."""
         now = time.monotonic()
-        waiting = (State.IDLE, State.RESERVED)
-        gone = [s for s in self._sessions.values() if s.state in waiting and now - s.used_at > s.ttl_s]
+        gone = [s for s in self._sessions.values() if s.is_at_rest and now - s.used_at > s.ttl_s]
         self.num_evicted["EVICTED_TTL"] += len(gone)
         return [self.remove(session.id, "EVICTED_TTL") for session in gone]

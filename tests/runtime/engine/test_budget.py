@@ -207,3 +207,18 @@ def test_a_long_prompt_costs_a_running_session_no_step(make_engine: MakeEngine, 
     assert len(gaps) == 150
     assert max(sizes) <= 3 * 16 + 1  # the chunk is shared out, but for the least share of each
     assert sum(size > 16 for size in sizes[:140]) > 40  # they were read while it ran
+
+
+def test_a_caller_that_never_comes_back_holds_no_k_v_for_ever(make_engine: MakeEngine, target: Target) -> None:
+    engine = make_engine(prefix_reuse=False)
+    prompt = prompt_of(1)
+    left = engine.open_session(prompt).session_id
+    listener, _ = run(engine, [], GREEDY, left, append=False)
+    reserved = engine.open_session([*prompt, *listener.token_ids, 7])
+    assert (reserved.session_id, reserved.state, reserved.cached_tokens) == (left, "reserved", 64)
+    engine._stepper.holdings.budget_bytes = 3 * target.cache_bytes(128) // 2
+    run(engine, prompt_of(2), GREEDY)
+    info = engine.get_session(left)
+    assert (info.state, info.history_length, info.cached_tokens) == ("reserved", 65, 0)
+    again, _ = run(engine, [], GREEDY, left, append=False)
+    assert again.token_ids == greedy_reference(target, [*prompt, *listener.token_ids, 7], 40)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.linear import PackedLinear, pack_linears
+from runtime.linear import PackedLinear, pack_linears, rows_for_invariance
 
 SHAPES = [(192, 576), (576, 1536), (1000, 64), (7, 5), (1, 1)]
 
@@ -108,3 +108,49 @@ def test_other_dtypes_stay_plain() -> None:
     module = Small().to(torch.bfloat16)
     assert pack_linears(module) == 0
     assert type(module.head) is nn.Linear
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_features", [5, 64, 1024, 1025, 1536, 4000])
+def test_an_invariant_layer_computes_each_row_alike(in_features: int) -> None:
+    """Of a layer as wide as the last ones, oneDNN computes a single row otherwise than several on some processors."""
+    module = nn.Sequential(nn.Linear(in_features, 96))
+    pack_linears(module, invariant=True)
+    rows = torch.randn(150, in_features, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([module(rows[index : index + 1]) for index in range(len(rows))])
+    for size in (*range(2, 20), 37, 64, 150):
+        assert torch.equal(module(rows[-size:]), alone[-size:])
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 1, 8), (1, 3, 8)], ids=str)
+def test_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    layer = PackedLinear(*weights(6, 8, True), min_rows=4)
+    sizes: list[int] = []
+    compute = layer._compute
+    monkeypatch.setattr(layer, "_compute", lambda x: sizes.append(x.numel() // 8) or compute(x))
+    x = torch.randn(shape)
+    assert_equal_up_to_rounding(layer(x), PackedLinear(*weights(6, 8, True))(x))
+    assert sizes == [4]
+
+
+class Unsteady(PackedLinear):
+    """As if oneDNN changed its ways at some number of rows."""
+
+    changes_at = 0
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._compute(x) + (len(x) < self.changes_at)
+
+
+@pytest.mark.parametrize(("changes_at", "expected"), [(0, 1), (2, 2), (9, 9)])
+def test_finds_the_rows_from_which_on_all_is_alike(changes_at: int, expected: int) -> None:
+    layer = Unsteady(*weights(6, 8, True))
+    layer.changes_at = changes_at
+    assert rows_for_invariance(layer) == expected
+
+
+def test_a_machine_that_never_computes_alike_is_refused() -> None:
+    layer = Unsteady(*weights(6, 8, True))
+    layer.changes_at = 40
+    with pytest.raises(RuntimeError, match="8 to 6 features gives a row other bits among 33 rows than among 128"):
+        rows_for_invariance(layer)

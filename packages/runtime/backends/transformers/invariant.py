@@ -24,7 +24,7 @@ from runtime.backends.base import Segment, Target
 from runtime.backends.segments import depths
 from runtime.backends.transformers.contiguous import SegmentPlan, attend
 from runtime.errors import ConfigError
-from runtime.linear import pack_linears
+from runtime.linear import can_pack, pack_linears
 
 GRAIN = 32768  # elements up to which torch runs an elementwise function on one thread
 LANES = 32  # elements that vectorised code takes at once; what remains is left to scalar code
@@ -108,17 +108,21 @@ class RowwiseActivation(nn.Module):
         return torch.cat([self.function(piece) for piece in pieces])[:, :features].reshape(x.shape)
 
 
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """ConfigError unless linear layers can be packed there."""
+    if not can_pack(torch.empty(1, dtype=dtype, device=device)):
+        raise ConfigError(
+            f"backend.numerics is 'invariant', which {dtype} on {device.type} cannot be: it needs float32 on a CPU and a torch "
+            f"with oneDNN. Use model.device=cpu model.dtype=float32, or backend.numerics=default."
+        )
+
+
 def make_invariant(model: nn.Module) -> None:
     """Pack the linear layers and wrap the activations, in place. ConfigError where that cannot be done."""
     try:
         pack_linears(model, invariant=True)
     except RuntimeError as error:
         raise ConfigError(f"backend.numerics is 'invariant', but: {error} Use backend.numerics=default.") from error
-    if any(type(module) is nn.Linear for module in model.modules()):
-        raise ConfigError(
-            "backend.numerics is 'invariant', which needs float32 on a CPU and a torch with oneDNN; "
-            "use model.device=cpu model.dtype=float32, or backend.numerics=default."
-        )
     for parent in [module for module in model.modules() if not isinstance(module, RowwiseActivation)]:
         for name, child in list(parent.named_children()):
             if isinstance(child, ACTIVATIONS) or type(child).__module__ == "transformers.activations":

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.backends.base import Target, TargetInfo
 from runtime.backends.transformers.contiguous import ContiguousAttention
-from runtime.backends.transformers.invariant import InvariantAttention, check_invariance, make_invariant
+from runtime.backends.transformers.invariant import InvariantAttention, check_device, check_invariance, make_invariant
 from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
@@ -32,6 +32,8 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
         torch.set_num_threads(backend.num_threads)
     device = choose_device(model.device)
     dtype = choose_dtype(model.dtype, device)
+    if backend.numerics is Numerics.INVARIANT:
+        check_device(device, dtype)
     eos_token_ids = Tokenizer.load(resolved.path).eos_token_ids
     loaded = _read(resolved, dtype, device)
     return build(

@@ -1,13 +1,12 @@
-"""Where the K/V of a target lives and how a forward attends to it: the seam between `TransformersTarget` and a device.
+"""The caches of one target by handle, and the attention of a forward over them.
 
-The target knows a `KVPool`, the model calls its `Attention` layer by layer. `ContiguousPool` is the one for CPUs (and for any
-device that has none of its own): a buffer per cache, attention on views of it.
+All that `TransformersTarget` knows of where K/V lives and of how it is attended to; another pool with the same methods, and
+another `Attention`, would change nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -18,50 +17,8 @@ from runtime.backends.transformers.contiguous import ContiguousAttention, Segmen
 from runtime.types import CachePolicy
 
 
-class KVPool(Protocol):
-    """The caches of one target by handle; a handle is never used twice, and ValueError says that it is dead.
-
-    What is named as in `runtime.backends.base.Target` has its contract.
-    """
-
-    @property
-    def shape(self) -> KVShape: ...
-
-    def new(self, policy: CachePolicy) -> int: ...
-
-    def begin(self, segments: Sequence[Segment]) -> Attention:
-        """Make room for the segments, which were checked, behind their caches. Forgets what was tentative there."""
-        ...
-
-    def end(self, segments: Sequence[Segment]) -> None:
-        """Their forward is done: every layer's K/V is written, and may be committed."""
-        ...
-
-    def commit(self, cache: int, rows: Sequence[int]) -> None: ...
-
-    def truncate(self, cache: int, length: int) -> None: ...
-
-    def fork(self, cache: int, length: int | None) -> int: ...
-
-    def drop(self, cache: int) -> None: ...
-
-    def length(self, cache: int) -> int: ...
-
-    def dropped(self, cache: int) -> int: ...
-
-    def save(self, cache: int) -> dict[str, torch.Tensor]: ...
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int: ...
-
-    def num_bytes(self) -> int:
-        """Held by all caches now."""
-        ...
-
-    def bytes_for(self, num_tokens: int, policy: CachePolicy) -> int: ...
-
-
-class ContiguousPool:
-    """A `KVPool` of `KVCache`s. `attention` makes the attention of a forward from the plans of its segments."""
+class KVPool:
+    """A handle is never used twice, and ValueError says that it is dead. Named as in `Target`, a method has its contract."""
 
     def __init__(self, shape: KVShape, attention: Callable[[Sequence[SegmentPlan]], Attention] = ContiguousAttention) -> None:
         self._shape, self._attention = shape, attention
@@ -89,6 +46,7 @@ class ContiguousPool:
         return self._add(KVCache(self._shape, policy))
 
     def begin(self, segments: Sequence[Segment]) -> Attention:
+        """Make room for the segments, which were checked, behind their caches. Forgets what was tentative there."""
         plans: list[SegmentPlan] = []
         start = 0
         for segment in segments:
@@ -99,6 +57,7 @@ class ContiguousPool:
         return self._attention(plans)
 
     def end(self, segments: Sequence[Segment]) -> None:
+        """Their forward is done: every layer's K/V is written, and may be committed."""
         for segment in segments:
             size = len(segment.token_ids)
             self[segment.cache].parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)

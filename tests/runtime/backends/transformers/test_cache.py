@@ -7,7 +7,7 @@ import torch
 
 from runtime.backends.base import FULL
 from runtime.backends.transformers.cache import BLOCK_TOKENS, KVCache, KVShape, capacity_for
-from runtime.backends.transformers.pool import ContiguousPool
+from runtime.backends.transformers.pool import KVPool
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, key_dim=4, value_dim=6, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -68,7 +68,7 @@ def test_a_path_is_moved_together() -> None:
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
-    pool = ContiguousPool(SHAPE)
+    pool = KVPool(SHAPE)
     for num_tokens in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1):
         write(pool[pool.new(FULL)], [0.0] * num_tokens)
     held = sum(tensor.nbytes for handle in range(3) for tensor in (pool[handle].keys, pool[handle].values))
@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 
 def test_pools_are_apart() -> None:
-    first, second = ContiguousPool(SHAPE), ContiguousPool(SHAPE)
+    first, second = KVPool(SHAPE), KVPool(SHAPE)
     handle = first.new(FULL)
     with pytest.raises(ValueError, match="is not here"):
         second.drop(handle)

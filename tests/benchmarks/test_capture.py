@@ -7,17 +7,22 @@ from pathlib import Path
 
 import capture
 import pytest
-from capture import Pair
+from capture import Pair, Round
 
 SMALL = ["--model", "tiny", "--threads", "1", "--concurrency", "4", "--max-tokens", "8"]
 
 
 def test_the_ratio_is_taken_within_each_pair() -> None:
     """A machine that halves its speed between pairs changes the speeds, not the ratios."""
-    pairs = [Pair(99.0, 100.0), Pair(49.0, 50.0), Pair(48.0, 50.0)]
+    pairs = [
+        Pair(Round(99, 1.0, 2.0), Round(100, 1.0, 1.0)),
+        Pair(Round(49, 1.0, 2.0), Round(100, 2.0, 2.0)),
+        Pair(Round(48, 1.0, 1.0), Round(50, 1.0, 1.0)),
+    ]
     found = capture.summary(pairs, seed=0)
     assert found["ratio"] == pytest.approx(0.98)
     assert (found["ratio_low"], found["ratio_high"]) == pytest.approx((0.96, 0.99))
+    assert found["cpu_ratio"] == pytest.approx(0.495)
     assert (found["tokens_per_s_with"], found["tokens_per_s_without"]) == (49.0, 50.0)
 
 
@@ -35,8 +40,12 @@ def test_a_run_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(result["pairs"]) == 2
     assert result["outcomes"] == {"offered": 12, "captured": 12}  # the warm round too, and nothing of the other arm
     assert result["ratio_low"] <= result["ratio"] <= result["ratio_high"]
-    assert "tokens/s with the tap" in capsys.readouterr().out
-    assert capture.main([*SMALL, "--pairs", "1", "--round-requests", "4", "--require", "1000"]) == 1
+    assert "ratio of throughput: " in capsys.readouterr().out
+
+
+def test_a_ratio_below_what_is_required_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    assert capture.main([*SMALL, "--pairs", "1", "--round-requests", "2", "--require", "1000"]) == 1
 
 
 def test_a_run_over_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ class Server:
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
         saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
-        calls = SessionCalls(parts.engine, generations, prompts, saved, default_ttl_s=ttl_s)
+        calls = SessionCalls(parts.engine, generations, prompts, saved, parts.lifecycle.load, default_ttl_s=ttl_s)
         self._register(parts, grpc, calls)
         app = self._app(parts, generations, prompts, calls)
         if tracing is not None:

@@ -17,7 +17,7 @@ from runtime.config import RegistryConfig
 from runtime.drafters.base import Drafter
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.engine.base import Engine
-from runtime.errors import DrafterRejected, EngineUnavailable
+from runtime.errors import DrafterNotFound, DrafterRejected, EngineUnavailable
 from runtime.registry import DrafterEntry, LifecycleEvent, Origin, Registry, VersionRecord, VersionState
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,17 @@ class Lifecycle:
                 self._registry.set_state(version, VersionState.VALIDATED)
                 self._note(LifecycleEvent("validated", version))
         return self.entry(version)
+
+    def load(self, version: str) -> None:
+        """Let sessions be pinned to a version. DrafterNotFound, or DrafterRejected that says why it must not serve."""
+        with self._one_at_a_time:
+            try:
+                record = self._sound(version)
+            except DrafterRejected as error:
+                if error.reason == RejectReason.UNKNOWN_VERSION:
+                    raise DrafterNotFound(version) from error
+                raise
+            self._engine.add_drafter(self._validated(record))
 
     def activate(self, version: str) -> LifecycleEvent:
         """Make any sound version of the registry the one that serves, forward or back. Blocks until it does.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from runtime.engine.base import Engine
-from runtime.errors import InvalidRequest
+from runtime.errors import DrafterNotFound, InvalidRequest
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import SessionInfo, SessionOptions
@@ -21,12 +23,21 @@ class SessionCalls:
     """One method per call, for the caller that has `key`. SlipstreamError, OSError where a saved session cannot be written."""
 
     def __init__(
-        self, engine: Engine, generations: Generations, prompts: Prompts, saved: SavedSessions, *, default_ttl_s: float
+        self,
+        engine: Engine,
+        generations: Generations,
+        prompts: Prompts,
+        saved: SavedSessions,
+        load_drafter: Callable[[str], None],
+        *,
+        default_ttl_s: float,
     ) -> None:
+        """load_drafter: brings a version that a session is pinned to into the engine; it blocks."""
         self._engine = engine
         self._generations = generations
         self._prompts = prompts
         self._saved = saved
+        self._load_drafter = load_drafter
         self._default_ttl_s = default_ttl_s
 
     # --- sessions ---
@@ -34,7 +45,8 @@ class SessionCalls:
     async def create(self, request: pb.CreateSessionRequest, key: Key) -> pb.Session:
         with codec.within_options():
             options = key.consent(codec.session_options(request.options))
-            return self._describe(self._engine.create_session(options, request.request_id or None))
+            make = partial(self._engine.create_session, options, request.request_id or None)
+            return self._describe(await self._with_drafter(make))
 
     async def append(self, request: pb.AppendTokensRequest, key: Key) -> pb.AppendTokensResponse:
         self._idle(request.session_id, key)
@@ -69,14 +81,14 @@ class SessionCalls:
     async def fork(self, request: pb.ForkSessionRequest, key: Key) -> pb.Session:
         self._generations.check_free(request.session_id)
         with codec.within_options():
-            info = await asyncio.to_thread(
+            make = partial(
                 self._engine.fork_session,
                 request.session_id,
                 options=self._options_of_fork(request, key),
                 request_id=request.request_id or None,
                 history_length=_optional(request, "history_length"),
             )
-        return self._describe(info)
+            return self._describe(await self._with_drafter(make))
 
     def _options_of_fork(self, request: pb.ForkSessionRequest, key: Key) -> SessionOptions:
         options = self._engine.get_session(request.session_id).options
@@ -96,7 +108,7 @@ class SessionCalls:
 
     async def restore(self, request: pb.RestoreSessionRequest, key: Key) -> pb.Session:
         directory = self._saved.existing(request.name)
-        info = await asyncio.to_thread(self._engine.restore_session, directory, request_id=request.request_id or None)
+        info = await self._with_drafter(partial(self._engine.restore_session, directory, request_id=request.request_id or None))
         try:
             key.check_may_use(info)
         except PermissionError:
@@ -125,6 +137,14 @@ class SessionCalls:
         )
 
     # --- steps of several ---
+
+    async def _with_drafter(self, make: Callable[[], SessionInfo]) -> SessionInfo:
+        """Make a session; if the drafter that it is pinned to is not loaded, load it first."""
+        try:
+            return await asyncio.to_thread(make)
+        except DrafterNotFound as missing:
+            await asyncio.to_thread(self._load_drafter, missing.version)
+            return await asyncio.to_thread(make)
 
     def _idle(self, session_id: str, key: Key) -> None:
         """Refuse what cannot work before anything waits: a session that is not here, not free, or not for this key."""

@@ -25,7 +25,7 @@ from openai import OpenAI
 import serving.assembly
 from runtime.backends import load_target
 from runtime.backends.base import Segment, SegmentOutput, Target
-from runtime.config import BackendConfig, CaptureConfig, ModelConfig, RegistryConfig
+from runtime.config import BackendConfig, CaptureConfig, ModelConfig, RegistryConfig, SpeculationConfig, SpeculationMode
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
 from runtime.errors import SessionNotFound
 from runtime.models import resolve
@@ -158,6 +158,7 @@ def make_config(state_dir: Path, **groups: Any) -> ServingConfig:
         "server": ServerConfig(http_port=0, grpc_port=0, shutdown_grace_s=0.5),
         "capture": CaptureConfig(min_generated_tokens=4),
         "registry": RegistryConfig(poll_s=0.05),
+        "speculation": SpeculationConfig(mode=SpeculationMode.FIXED),  # whatever else this machine does meanwhile
     }
     return ServingConfig(state_dir=str(state_dir), **(defaults | groups))
 

@@ -8,9 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from runtime.config import ModelConfig
-from runtime.errors import DrafterNotFound, InvalidRequest, SavedSessionRejected, SessionBusy, SessionNotFound
+from runtime.config import ModelConfig, RegistryConfig
+from runtime.errors import DrafterNotFound, DrafterRejected, InvalidRequest, SavedSessionRejected, SessionBusy, SessionNotFound
+from runtime.registry import Origin
 from runtime.rpc.client import RuntimeClient
+from runtime.rpc.drafters_client import DrafterClient
 from runtime.types import CachePolicy, DrafterPolicy, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Tokens
 
 from .conftest import MakeDrafter, Running, StartServer, make_config, start, wait_for
@@ -209,6 +211,30 @@ def test_a_session_keeps_to_the_drafter_that_it_is_pinned_to(start_server: Start
         for session, version in ((pinned, old), (following, new)):
             *_, done = client.generate(session.session_id, GREEDY)
             assert done.drafter_versions == (version,)
-        with pytest.raises(DrafterNotFound) as refused:
-            client.create_session(SessionOptions(drafter_policy=DrafterPolicy("pinned", "0" * 16)))
-        assert code_of(refused.value) is grpc.StatusCode.NOT_FOUND
+        for version in ("0" * 16, "no id"):
+            with pytest.raises(DrafterNotFound) as refused:
+                client.create_session(SessionOptions(drafter_policy=DrafterPolicy("pinned", version)))
+            assert code_of(refused.value) is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_version_is_loaded_when_a_session_is_first_pinned_to_it(start_server: StartServer, make_drafter: MakeDrafter) -> None:
+    running = start_server(registry=RegistryConfig(poll_s=3600))
+    with running.client() as client, DrafterClient(running.ready.grpc) as drafters:
+        version = drafters.upload(make_drafter(1)).version
+        pinned = SessionOptions(drafter_policy=DrafterPolicy("pinned", version))
+        first = open_with(client, pinned)
+        *_, done = client.generate(first.session_id, GREEDY)
+        assert done.drafter_versions == (version,)
+        assert drafters.active_version() == "ngram"
+        client.save_session(first.session_id, "pinned")
+        client.close_session(first.session_id)
+        *_, done = client.generate(client.restore_session("pinned").session_id, GREEDY)
+        assert done.drafter_versions == (version,)
+        following = open_with(client)
+        fork = client.fork_session(following.session_id, options=pinned)
+        *_, done = client.generate(fork.session_id, GREEDY)
+        assert done.drafter_versions == (version,)
+        other = drafters.upload(make_drafter(2), Origin(target_fingerprint="another")).version
+        with pytest.raises(DrafterRejected) as refused:
+            client.create_session(SessionOptions(drafter_policy=DrafterPolicy("pinned", other)))
+        assert (refused.value.reason, code_of(refused.value)) == ("TARGET_FINGERPRINT", grpc.StatusCode.FAILED_PRECONDITION)

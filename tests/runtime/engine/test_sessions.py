@@ -485,3 +485,27 @@ def test_closing_while_copies_are_made_frees_everything(make_engine: MakeEngine,
 def quietly(call: Callable[..., object], *arguments: object) -> None:
     with contextlib.suppress(SessionBusy, SessionNotFound):
         call(*arguments)
+
+
+def test_a_loop_that_falls_tells_everybody(make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    session_id = engine.create_session().session_id
+    run(engine, prompt_of(1), SHORT, session_id)
+
+    def fall(batch: Sequence[object]) -> None:
+        if batch:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine._stepper, "step", fall)
+    listener = Listener()
+    engine.append(session_id, [1])
+    engine.generate(session_id, SHORT, on_event=listener)
+    with pytest.raises(EngineUnavailable):
+        listener.wait()
+    engine._loop._thread.join(30)
+    assert not engine.is_running
+    for call in (engine.create_session, lambda: engine.fork_session(session_id), lambda: engine.open_session([1])):
+        with pytest.raises(EngineUnavailable):
+            call()
+    assert engine.get_session(session_id).state == "idle"
+    assert target.cache_bytes() == 0

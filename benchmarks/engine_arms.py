@@ -47,6 +47,11 @@ class Answer:
         """Tokens per second behind the first step's; what prefilling took does not count."""
         return self.num_between(self.times[0], self.times[-1]) / max(self.times[-1] - self.times[0], 1e-9)
 
+    @property
+    def step_seconds(self) -> float:
+        """Between two steps that brought tokens, on average."""
+        return (self.times[-1] - self.times[0]) / max(len(set(self.times)) - 1, 1)
+
     def num_between(self, after: float, until: float) -> int:
         """Tokens that came in this time."""
         return sum(after < at <= until for at in self.times)
@@ -84,7 +89,7 @@ class HfGenerate:
         return answer
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class _Clock(BaseStreamer):
     """Hears of each token as it is made; the first call brings the prompt."""
 
     def __init__(self, answer: Answer) -> None:
@@ -100,40 +105,53 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
 
 class HfStatic:
-    """The fastest that Hugging Face's modules alone give: a static cache and one decoding step, on CUDA captured as a graph."""
+    """The fastest that Hugging Face's modules alone give: a static cache and one decoding step, on CUDA captured as a graph.
+
+    There is a cache of each power of two of tokens, since a step attends to all of its cache.
+    """
 
     name = "HF static cache"
 
-    def __init__(self, model: Any, eos_token_ids: Sequence[int], max_length: int) -> None:
-        self._model, self._eos, self._max_length = model, set(eos_token_ids), max_length
-        device = model.device
-        self._cache = StaticCache(config=model.config, max_cache_len=max_length)
-        is_new = "cache" in inspect.signature(type(model).forward).parameters  # its older name is going away
-        self._cache_name = "cache" if is_new else "past_key_values"
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, model: Any, eos_token_ids: Sequence[int]) -> None:
+        self._model, self._eos = model, set(eos_token_ids)
+        self._by_size: dict[int, _StaticSteps] = {}
 
     @torch.inference_mode()
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        assert len(prompt) + max_tokens <= self._max_length
-        if self._graph is None and self._model.device.type == "cuda":
-            self._capture(prompt)
+        size = 1 << (len(prompt) + max_tokens - 1).bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = _StaticSteps(self._model, size)
+        steps = self._by_size[size]
         answer = Answer(time.perf_counter())
-        self._prefill(prompt)
-        answer.add([int(self._token)])
+        answer.add([steps.prefill(prompt)])
         while len(answer.token_ids) < max_tokens and answer.token_ids[-1] not in self._eos:
-            self._graph.replay() if self._graph is not None else self._step()
-            answer.add([int(self._token)])
+            answer.add([steps.next()])
         return answer
 
-    def _prefill(self, prompt: Sequence[int]) -> None:
+
+class _StaticSteps:
+    """Greedy steps over a cache of `size` tokens; the last token and its position stay on the device."""
+
+    def __init__(self, model: Any, size: int) -> None:
+        self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=size)
+        is_new = "cache" in inspect.signature(type(model).forward).parameters  # its older name is going away
+        self._cache_name = "cache" if is_new else "past_key_values"
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self._graph = self._captured() if model.device.type == "cuda" else None
+
+    def prefill(self, prompt: Sequence[int]) -> int:
         self._cache.reset()
         self._position.zero_()
         self._run(torch.tensor([list(prompt)], device=self._model.device))
+        return int(self._token)
 
-    def _step(self) -> None:
-        self._run(self._token)
+    def next(self) -> int:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run(self._token)
+        return int(self._token)
 
     def _run(self, ids: torch.Tensor) -> None:
         at = self._position + torch.arange(ids.shape[1], device=ids.device)
@@ -141,17 +159,18 @@ class HfStatic:
         self._token.copy_(out.logits[:, -1:].argmax(-1))
         self._position.add_(ids.shape[1])
 
-    def _capture(self, prompt: Sequence[int]) -> None:
-        self._prefill(prompt)
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        self.prefill([0] * 4)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self._step()
+                self._run(self._token)
         torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run(self._token)
+        return graph
 
 
 class Served:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from engine_arms import Answer, Arm, Oracle, Served
@@ -23,6 +23,7 @@ from runtime.backends.base import Segment, Target
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Encoded:
     token_ids: list[int]
 
 
-def turns(names: Sequence[str], number: int) -> list[str]:
+def turns(names: Sequence[Name], number: int) -> list[Name]:
     """All of them; another one goes first each time."""
     start = number % len(names)
     return [*names[start:], *names[:start]]
@@ -64,6 +65,7 @@ def _rates(answers: Sequence[Answer]) -> Row:
     num_steps = sum(answer.stats.num_steps for answer in answers)
     return {
         "decode_tokens_per_s": median(answer.decode_rate for answer in answers),
+        "step_ms": 1000 * median(answer.step_seconds for answer in answers),
         "request_tokens_per_s": sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers),
         "acceptance_length": 1 + sum(answer.stats.num_accepted for answer in answers) / num_steps if num_steps else None,
     }
@@ -128,19 +130,44 @@ def forward(target: Target, sizes: Sequence[int], context: int, rounds: int) -> 
     return {str(size): {"seconds": median(times), "v": median(times) / one} for size, times in seconds.items()}
 
 
-def batch(served: Served, prompts: Sequence[Encoded], sizes: Sequence[int], num_tokens: int, rounds: int, say: Say) -> Row:
-    """Plain decoding of so many sessions at once: tokens per second while all of them decode."""
-    rates: dict[int, list[float]] = {size: [] for size in sizes}
+def repeats(arm: Arm, prompts: Sequence[Encoded], answers: Sequence[Answer], max_tokens: int) -> Row:
+    """Whether equal shapes agree: the same arm asked again says the same."""
+    again = [arm.answer(prompt.token_ids, max_tokens).token_ids for prompt in prompts]
+    equal = sum(mine == other.token_ids for mine, other in zip(again, answers, strict=True))
+    return {"arm": arm.name, "asked_again": len(again), "equal": equal, "ok": equal == len(again)}
+
+
+def batch(
+    served: Served,
+    ways: dict[str, Row],
+    prompts: Sequence[Encoded],
+    sizes: Sequence[int],
+    num_tokens: int,
+    rounds: int,
+    say: Say,
+) -> Row:
+    """So many sessions at once, in each way (the fields of its requests): tokens per second while all of them decode."""
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {way: {size: [] for size in sizes} for way in ways}
     for number in range(rounds):
         for size in turns(list(sizes), number):
             chosen = [prompts[index % len(prompts)].token_ids[:32] for index in range(size)]
-            answers = served.run(chosen, size, num_tokens, ignore_eos=True, speculate=False)
-            began = max(answer.times[0] for answer in answers)
-            last = min(answer.times[-1] for answer in answers)
-            rates[size].append(sum(answer.num_between(began, last) for answer in answers) / max(last - began, 1e-9))
+            for way in turns(list(ways), number):
+                answers = served.run(chosen, size, num_tokens, ignore_eos=True, **ways[way])
+                began = max(answer.times[0] for answer in answers)
+                last = min(answer.times[-1] for answer in answers)
+                rate = sum(answer.num_between(began, last) for answer in answers) / max(last - began, 1e-9)
+                found[way][size].append((rate, median(answer.step_seconds for answer in answers)))
         say(f"batch round {number + 1}/{rounds}")
-    one = median(rates[sizes[0]])
-    return {str(size): {"tokens_per_s": median(found), "times": median(found) / one} for size, found in rates.items()}
+    return {way: _by_size(measured) for way, measured in found.items()}
+
+
+def _by_size(measured: dict[int, list[tuple[float, float]]]) -> Row:
+    rates = {size: median(rate for rate, _ in pairs) for size, pairs in measured.items()}
+    one = rates[min(rates)]
+    return {
+        str(size): {"tokens_per_s": rates[size], "times": rates[size] / one, "step_ms": 1000 * median(step for _, step in pairs)}
+        for size, pairs in measured.items()
+    }
 
 
 def never_slower(
@@ -216,4 +243,4 @@ def _peak_mib() -> float:
     """Of this process, and of the CUDA device where there is one."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-    return host + (torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0)
+    return float(host) + (torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0)

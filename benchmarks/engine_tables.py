@@ -38,6 +38,7 @@ def single(section: Row, plan: Row) -> str:
     header = [
         "one request at a time",
         "decode tok/s",
+        "ms a step",
         "whole request tok/s",
         "acceptance length",
         *(f"x {name}" for name in baselines),
@@ -62,11 +63,13 @@ def single(section: Row, plan: Row) -> str:
     ]
     parts.append(table(["domain", *(column for name in last for column in (f"{name}: x plain", "acceptance length"))], rows))
     parts.append(correctness(section["correctness"]))
+    again = section["repeats"]
+    parts.append(f"Asked again, {again['arm']!r} said the same {again['equal']} times of {again['asked_again']}.")
     return "\n\n".join(parts)
 
 
 def _rates(arm: Row) -> list[object]:
-    return [arm["decode_tokens_per_s"], arm["request_tokens_per_s"], arm["acceptance_length"]]
+    return [arm["decode_tokens_per_s"], arm["step_ms"], arm["request_tokens_per_s"], arm["acceptance_length"]]
 
 
 def correctness(section: Row) -> str:
@@ -89,8 +92,12 @@ def forward(section: Row, plan: Row) -> str:
 
 
 def batch(section: Row, plan: Row) -> str:
-    rows = [[size, row["tokens_per_s"], row["times"]] for size, row in section.items()]
-    return table(["sessions, plain", "tok/s", "times one"], rows)
+    rows = [
+        [way, size, row["tokens_per_s"], row["times"], row["step_ms"]]
+        for way, sizes in section.items()
+        for size, row in sizes.items()
+    ]
+    return table(["way", "sessions", "tok/s", "times one", "ms a step"], rows)
 
 
 def never(section: Row, plan: Row) -> str:

@@ -54,7 +54,9 @@ def test_all_sections_run_and_add_up(prompts: Path, tmp_path: Path, capsys: pyte
     assert len({arm["tokens"] for arm in correctness["arms"].values()}) == 1 or correctness["partings"]
 
     assert sections["forward"]["1"]["v"] == 1
-    assert set(sections["batch"]) == {"1", "8"}
+    assert sections["single"]["repeats"] == {"arm": "ours, plain", "asked_again": 5, "equal": 5, "ok": True}
+    assert set(sections["batch"]) == {"ours, plain", "ours, chain of 5"}
+    assert all(set(sizes) == {"1", "8"} and sizes["1"]["times"] == 1 for sizes in sections["batch"].values())
     cells = sections["never"]["cells"]
     assert [(cell["domain"], cell["concurrency"]) for cell in cells] == [("chat", 1), ("chat", 4), ("code", 1), ("code", 4)]
     assert set(cells[0]["tokens_per_s"]) == {"adaptive", *map(str, engine.DEPTHS)}
@@ -82,7 +84,7 @@ class Recited:
         return Answer(0.0, self._token_ids[:max_tokens], times, times[-1])
 
 
-def test_a_wrong_token_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_token_is_found() -> None:
     resolved = resolve("tiny")
     model = read_plain(resolved, torch.float32, "cpu")
     prompt = Encoded("chat", list(range(30, 50)))
@@ -105,6 +107,7 @@ def test_an_answer_counts_what_it_decoded_behind_the_first_step() -> None:
     answer = Answer(1.0, [1, 2, 3, 4, 5, 6], [2.0, 2.0, 3.0, 3.0, 3.0, 4.0], 4.5)
     assert answer.seconds == 3.5
     assert answer.decode_rate == 4 / 2
+    assert answer.step_seconds == 1.0
     assert answer.num_between(2.0, 3.0) == 3
 
 
@@ -115,7 +118,7 @@ def test_the_arms_say_the_same() -> None:
     try:
         arms = [
             HfGenerate(model, [257]),
-            HfStatic(model, [257], 64),
+            HfStatic(model, [257]),
             Ours("ours", served),
             Ours("plain", served, speculate=False),
         ]
@@ -128,6 +131,13 @@ def test_the_arms_say_the_same() -> None:
         assert served.settled_kv_bytes() == 0
     finally:
         served.stop()
+
+
+def test_an_arm_that_says_something_else_when_asked_again_is_found() -> None:
+    prompt, first = Encoded("chat", [1]), Recited("x", [5, 6, 7])
+    answers = [first.answer([1], 3)]
+    assert engine_sections.repeats(first, [prompt], answers, 3)["ok"]
+    assert not engine_sections.repeats(Recited("x", [5, 6, 8]), [prompt], answers, 3)["ok"]
 
 
 def test_arms_take_turns() -> None:

@@ -42,13 +42,16 @@ import torch
 import fault_processes
 
 torch.set_num_threads(1)
+fault_processes.load_everything()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 print(flush=True)
 for line in sys.stdin:
     program, settings, log = json.loads(line)
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
         sys.stdin.close()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
@@ -175,7 +178,14 @@ def lines_with(path: Path, word: str) -> Callable[[], int]:
     return look
 
 
-# --- in the child ---
+# --- in the mother and in the child ---
+
+
+def load_everything() -> None:
+    """What libraries import only when they are first used, a child should not have to."""
+    resolved = resolve("tiny")
+    Tokenizer.load(resolved.path)
+    load_target(BackendConfig(num_threads=1), ModelConfig(name="tiny", device="cpu"), resolved)
 
 
 def run(program: str, settings: dict[str, Any]) -> int:

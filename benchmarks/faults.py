@@ -4,7 +4,8 @@
 
 With the tiny model: a server whose tap captures what clients say all the while, a producer that commits rows of its own into
 the same feature plane, and a trainer that takes both over gRPC (`--source directory`: from the files themselves). Each death
-is followed by a new start; one in five may die again before it did anything. At the end the trainer works off what is left.
+is followed by a new start; one in five may die again before it did anything. At the end, or after Ctrl-C, the trainer works off
+what is left.
 The exit code is 0 only if
 
     no row is lost               every row that was ever committed is durable or held out
@@ -53,6 +54,7 @@ def main() -> int:
     options.out.mkdir(parents=True)
     began = time.monotonic()
     trial = Trial(options)
+    signal.signal(signal.SIGINT, lambda number, frame: trial.enough())
     try:
         trial.play()
     finally:
@@ -120,7 +122,7 @@ class Trial:
         self.trainer = victim("trainer", "training", trainer(trainer_state, source), steps)
         self.producer = victim("producer", "producer", features, lines_with(self._said, "produced-"))
         self.victims = (self.trainer, self.server, self.producer)
-        self._stop = threading.Event()
+        self._is_enough, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._client.ask, args=(self._stop,), daemon=True)
 
     # --- what happens ---
@@ -135,8 +137,14 @@ class Trial:
             victim.start()
             victim.wait_at_work(START_LIMIT_S)
         for number in range(self._count):
+            if self._is_enough.is_set():
+                break
             self._strike(self.victims[number % len(self.victims)] if number < len(self.victims) else self._choose())
         self._work_off()
+
+    def enough(self) -> None:
+        """No more deaths than there were."""
+        self._is_enough.set()
 
     def _choose(self) -> Victim:
         return self._random.choice(self.victims)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.errors import FeatureError, FeatureNotFound, ProducerFailed
+from runtime.errors import EngineUnavailable, FeatureError, FeatureNotFound, ProducerFailed
 from runtime.features.leases import Leases, Rows
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
@@ -183,7 +183,10 @@ class OnlineStream:
         return {"rows_admitted": self._num_admitted, "rows_waiting": waiting, "rows_to_replay": again}
 
     def close(self) -> None:
-        self._ledger.recover(self._run_id)
+        try:
+            self._ledger.recover(self._run_id)
+        except EngineUnavailable as error:
+            logger.warning("rows in hand could not be given back (%s); they return when their leases run out", error)
 
     def _lease(self, num_rows: int) -> None:
         """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced."""

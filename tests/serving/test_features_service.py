@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -328,6 +329,18 @@ def test_a_server_that_stays_away_is_told_in_time() -> None:
         pytest.raises(EngineUnavailable, match=r"cannot be reached|no answer"),
     ):
         client.status()
+
+
+def test_who_waited_in_vain_once_does_not_wait_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that gives up tells its source so, and should not be held up by that as long as before."""
+    with FeatureClient("127.0.0.1:1", timeout_s=1.5) as client:
+        with pytest.raises(EngineUnavailable):
+            client.status()
+        assert caplog.text.count("does not answer; waiting for it, up to 1.5 s") == 1, "told once, not with each attempt"
+        began = time.monotonic()
+        with pytest.raises(EngineUnavailable):
+            client.recover("run")
+        assert time.monotonic() - began < 1.0
 
 
 def test_a_server_without_rows_says_what_to_do(start_server: StartServer) -> None:

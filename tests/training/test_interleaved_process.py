@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runtime.errors import ConfigError
+import training.interleaved
+from runtime.errors import ConfigError, EngineUnavailable, ProducerFailed
 from runtime.features.ledger import Ledger
 from training.app import run
 from training.config import Mode, ProducerConfig
@@ -124,6 +126,38 @@ def test_a_signal_stops_both_sides(state, prompts: Path) -> None:
     assert "LEAK" not in said
     assert ledger(state).latest_checkpoint("default").step == events(state, "step")[-1]["step"]
     assert ledger(state).status()["leased"] == 0
+
+
+def test_a_target_that_fails_ends_the_run_with_its_error(state, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way: engine, producer, channel, trainer, caller."""
+    real = training.interleaved.load_target
+
+    def broken(*args: Any) -> Any:
+        target = real(*args)
+        forward, num_left = target.forward, iter(range(60))
+
+        def fail_later(segments: Any) -> Any:
+            if next(num_left, None) is None:
+                raise RuntimeError("the device is gone")
+            return forward(segments)
+
+        monkeypatch.setattr(target, "forward", fail_later)
+        return target
+
+    monkeypatch.setattr(training.interleaved, "load_target", broken)
+    producer = ProducerConfig(max_tokens=24, low_rows=4, high_rows=8, concurrency=2)
+    config = state.config(
+        data__prompts=str(prompts), mode=Mode.INTERLEAVED, producer=producer, trainer__checkpoint_every_steps=1000
+    )
+    with pytest.raises(EngineUnavailable, match="the device is gone") as raised:
+        run(config)
+    causes = []
+    error: BaseException | None = raised.value
+    while error is not None:
+        causes.append(type(error))
+        error = error.__cause__
+    assert causes[-1] is ProducerFailed, "what the trainer heard stands behind what happened"
+    assert ledger(state).latest_checkpoint("default") is None
 
 
 # --- refusals ---

@@ -12,9 +12,11 @@ what is known. One object belongs to one trainer process.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from runtime.rpc.connection import Attempts, Client, Reply, Retry
 from runtime.rpc.v1 import features_pb2 as pb
 from runtime.rpc.v1 import features_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
 PATIENT = Retry(max_attempts=1_000_000, first_s=0.05, max_s=1.0)  # the call's time-out ends it
 
 
@@ -43,6 +47,8 @@ class FeatureClient(Client):
         self._holder = uuid.uuid4().hex
         self._held: set[str] = set()  # leased, and not in a checkpoint yet
         self._is_unsure = False  # a lease's reply may have been lost
+        self._is_answering = True  # the server, when it was last heard of
+        self._is_given_up = False  # a call waited for it in vain: later ones try once
 
     # --- Leases ---
 
@@ -124,12 +130,16 @@ class FeatureClient(Client):
 
     def _call(self, method: Callable[..., Reply], request: Any, *, is_safe: bool = True) -> Reply:
         """ConfigError from a server without rows; EngineUnavailable, whatever the reason, where there was no answer in time."""
-        attempts = Attempts(self._connection, is_safe=is_safe)
+        once = replace(self._connection, retry=Retry(max_attempts=1))
+        attempts = Attempts(once if self._is_given_up else self._connection, is_safe=is_safe)
         while True:
             try:
-                return method(request, timeout=attempts.timeout_s(), metadata=self._connection.metadata)
+                reply = method(request, timeout=attempts.timeout_s(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
                 wait_s = self._wait_after(error, attempts)
+            else:
+                self._is_answering, self._is_given_up = True, False
+                return reply
             time.sleep(wait_s)
 
     def _wait_after(self, error: grpc.RpcError, attempts: Attempts) -> float:
@@ -137,6 +147,14 @@ class FeatureClient(Client):
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise ConfigError(f"The server at {address} has no training rows to give; start it with capture=all.") from error
         try:
-            return attempts.wait_after(error)
+            wait_s = attempts.wait_after(error)
+        except EngineUnavailable:
+            self._is_given_up = True
+            raise
         except grpc.RpcError:
+            self._is_given_up = True
             raise EngineUnavailable(f"The server at {address} gave no answer: {error.code().name}, {error.details()}.") from error
+        if self._is_answering:
+            self._is_answering = False
+            logger.warning("the server at %s does not answer; waiting for it, up to %g s", address, self._connection.timeout_s)
+        return wait_s

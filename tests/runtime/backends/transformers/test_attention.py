@@ -17,14 +17,6 @@ TREES = {"one": None, "chain": None, "tree": [-1, 0, 0, 1, 3, -1, 5, 4]}
 SIZES = {"one": 1, "chain": 5, "tree": 8}
 
 
-def test_ancestry_of_a_tree() -> None:
-    #   0 - 1 - 3
-    #   |
-    #   2       4 apart
-    sees = ancestry([-1, 0, 0, 1, -1], 5)
-    assert [row.nonzero().flatten().tolist() for row in sees] == [[0], [0, 1], [0, 2], [0, 1, 3], [4]]
-
-
 def reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int, sees: torch.Tensor, window: int | None
 ) -> torch.Tensor:

@@ -113,6 +113,8 @@ def test_a_second_server_on_the_same_ports_is_refused(start_server: StartServer)
         {"shutdown_grace_s": -1.0},
         {"max_request_mib": 0},
         {"max_request_mib": 1025},
+        {"max_upload_mib": 0},
+        {"max_calls": 0},
     ],
 )
 def test_server_settings_out_of_range(bad: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from runtime.backends.base import Segment
 from runtime.backends.mlx.target import MlxTarget
 from runtime.config import BackendConfig, ModelConfig
 from runtime.models import ResolvedModel
+from runtime.types import CachePolicy
 
 TEXT = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(11)).tolist()
 
@@ -78,3 +79,20 @@ def test_outputs_stay_what_they_are_as_the_sequence_goes_on(target: MlxTarget) -
 def test_the_embedding_is_the_models_own_memory(target: MlxTarget) -> None:
     own = np.array(target._model._decoder.embed_tokens.weight, copy=False)
     assert target.embedding.data_ptr() == target.lm_head.data_ptr() == own.ctypes.data
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(sink=4, window=10)], ids=str)
+@pytest.mark.parametrize("way", ["from transformers", "to transformers"])
+def test_saved_keys_and_values_mean_the_same_on_both_backends(
+    target: MlxTarget, tiny: ResolvedModel, oracle: Callable[..., Any], policy: CachePolicy, way: str
+) -> None:
+    """They have the same names and shapes, so a saved session does not tell which backend it came from."""
+    other = load_target(BackendConfig(), ModelConfig(device="cpu"), tiny)
+    old, new = (other, target) if way == "from transformers" else (target, other)
+    cache = old.new_cache(policy)
+    old.forward([Segment(cache, TEXT[:50])])
+    old.commit(cache, range(50))
+    restored = new.restore(old.save(cache), 50, policy)
+    [output] = new.forward([Segment(restored, TEXT[50:], num_logits=10)])
+    expected = oracle(TEXT, policy).logits[50:]
+    assert (output.logits - expected).abs().max() < 1e-4 * expected.abs().max()

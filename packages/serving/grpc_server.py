@@ -32,6 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 REFLECTION = reflection.SERVICE_NAME
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # tools ask for it first, and must hear that it is not here
 
 # A client whose machine vanished without a word is found out within half a minute, and its generation stopped.
 _KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000)]
@@ -67,7 +68,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def __init__(self, keys: Keys | None, *, open_probes: bool) -> None:
         self._keys = keys
-        self._open = {HEALTH, REFLECTION} if open_probes else set()
+        self._open = {HEALTH, REFLECTION, REFLECTION_V1} if open_probes else set()
         self._ours: set[str] = set()
         self._needs_admin: set[str] = set()
 

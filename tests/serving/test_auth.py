@@ -177,6 +177,11 @@ def test_probes_are_open_unless_they_are_closed(guarded: Running, start_server: 
     closed = start_server(auth=AuthConfig(keys_file=str(write(tmp_path, KEYS)), open_probes=False))
     assert health_of(guarded) == health_pb2.HealthCheckResponse.SERVING
     assert "slipstream.v1.DrafterService" in services_of(guarded)
+    with grpc.insecure_channel(guarded.ready.grpc) as channel:
+        newer = channel.unary_unary("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", request_serializer=bytes)
+        with pytest.raises(grpc.RpcError) as absent:
+            newer(b"")
+        assert absent.value.code() is grpc.StatusCode.UNIMPLEMENTED, "so that tools go on with v1alpha"
     for ask in (health_of, services_of):
         with pytest.raises(grpc.RpcError) as refused:
             ask(closed)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -21,7 +21,7 @@ from runtime.engine.base import AppendResult
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.client import new_id
 from runtime.rpc.codec import SavedSession
-from runtime.rpc.connection import Attempts, Connection, own_errors
+from runtime.rpc.connection import Attempts, Connection, Options, own_errors
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.types import Done, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Started, Tokens
@@ -73,9 +73,8 @@ class AsyncGenerationStream:
 class AsyncRuntimeClient:
     """Belongs to the event loop in which it is made. timeout_s holds for each call but `generate`, which has its own."""
 
-    def __init__(self, address: str, **connection: Any) -> None:
-        """connection: api_key, tls, timeout_s, retry, as in `connection.Connection`."""
-        self._connection = Connection(address, **connection)
+    def __init__(self, address: str, **options: Unpack[Options]) -> None:
+        self._connection = Connection(address, **options)
         self._channel = self._connection.async_channel()
         self._stub: Any = runtime_pb2_grpc.RuntimeServiceStub(self._channel)  # type: ignore[no-untyped-call]
 

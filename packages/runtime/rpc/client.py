@@ -9,7 +9,8 @@
 
 Calls that failed are repeated where that is safe (see connection.py): calls that make or change something carry a request id
 of their own unless the caller gives one. A generation is begun again only before its first event, and after a lost
-connection only with expected_history_length, which makes a second one impossible.
+connection only with expected_history_length, which makes a second one impossible. What is gRPC's own (a deadline, a cancelled
+call) passes as grpc.RpcError.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 
 from runtime.engine.base import AppendResult
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.codec import SavedSession
-from runtime.rpc.connection import Attempts, Client, Connection, own_errors
+from runtime.rpc.connection import Attempts, Client, Connection, Options, own_errors
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.types import Done, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Started, Tokens
@@ -79,9 +80,8 @@ class GenerationStream:
 class RuntimeClient(Client):
     """timeout_s holds for each call but `generate`, which has its own."""
 
-    def __init__(self, address: str, **connection: Any) -> None:
-        """connection: api_key, tls, timeout_s, retry, as in `connection.Client`."""
-        super().__init__(address, **connection)
+    def __init__(self, address: str, **options: Unpack[Options]) -> None:
+        super().__init__(address, **options)
         self._stub = runtime_pb2_grpc.RuntimeServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def create_session(self, options: SessionOptions | None = None, *, request_id: str = "") -> SessionInfo:

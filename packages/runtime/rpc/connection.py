@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 
@@ -80,6 +80,15 @@ class Connection:
         return grpc.aio.secure_channel(self.address, self.tls.credentials(), _OPTIONS)
 
 
+class Options(TypedDict, total=False):
+    """What clients take beside the address: the fields of `Connection`."""
+
+    api_key: str
+    tls: Tls | None
+    timeout_s: float | None
+    retry: Retry
+
+
 class Attempts:
     """The attempts of one call."""
 
@@ -125,16 +134,8 @@ def own_errors() -> Iterator[None]:
 class Client:
     """A channel and calls over it, for the clients of single services."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        api_key: str = "",
-        tls: Tls | None = None,
-        timeout_s: float | None = 60.0,
-        retry: Retry = Retry(),
-    ) -> None:
-        self._connection = Connection(address, api_key, tls, timeout_s, retry)
+    def __init__(self, address: str, **options: Unpack[Options]) -> None:
+        self._connection = Connection(address, **options)
         self._channel = self._connection.channel()
 
     def __enter__(self) -> Self:

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from runtime.registry.life import DrafterEntry, LifecycleEvent, Origin
 from runtime.rpc import drafters_codec as codec
-from runtime.rpc.connection import Client, own_errors
+from runtime.rpc.connection import Client, Options, own_errors
 from runtime.rpc.v1 import drafters_pb2 as pb
 from runtime.rpc.v1 import drafters_pb2_grpc
 
@@ -49,9 +49,8 @@ class EventStream:
 
 
 class DrafterClient(Client):
-    def __init__(self, address: str, **connection: Any) -> None:
-        """connection: api_key, tls, timeout_s, retry, as in `connection.Client`."""
-        super().__init__(address, **connection)
+    def __init__(self, address: str, **options: Unpack[Options]) -> None:
+        super().__init__(address, **options)
         self._stub = drafters_pb2_grpc.DrafterServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def upload(self, checkpoint_dir: Path, origin: Origin | None = None) -> DrafterEntry:

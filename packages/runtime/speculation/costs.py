@@ -1,7 +1,8 @@
 """What a step costs on this machine, in seconds: the target's forward by its rows, a drafter's proposal by its shape.
 
-A forward's first estimate is a table measured at start-up; real steps correct it, place by place, by the median of what they
-took against what was expected, so a loaded machine, a longer context or a wrong table bend it, and single outliers do not.
+A forward's first estimate is a table measured at start-up. Real steps correct it by the median of what they took against what
+was expected, at the numbers of rows that occur and between them, so a loaded machine, a longer context or a wrong table bend
+it, and single outliers do not.
 Proposals are known from real ones only, and a drafter that was never asked is taken to cost nothing: it will be asked.
 Pure arithmetic: whoever measures tells it.
 """
@@ -26,21 +27,38 @@ class Costs:
             max(forward_s[r] for r in self._rows[: i + 1]) for i in range(len(self._rows))
         ]  # more rows never cost less
         self._session_s = session_s
-        self._ratios: dict[tuple[int, int, int], _Recent] = {}  # (sessions, rows, context), each in its bucket
-        self._around: dict[tuple[int, int], _Recent] = {}  # (sessions, context)
+        self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its bucket
         self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
         """Of a step's forward and all that comes with it but drafting."""
-        ratio = self._ratios.get((bucket(num_sessions), bucket(num_rows), bucket(context)))
-        if ratio is None or not ratio.is_trusted:
-            ratio = self._around.get((bucket(num_sessions), bucket(context)))
-        return self._expected(num_sessions, num_rows) * (1.0 if ratio is None or not ratio.is_trusted else ratio.median)
+        return self._expected(num_sessions, num_rows) * self._ratio(num_sessions, num_rows, context)
 
     def record_forward(self, num_sessions: int, num_rows: int, context: int, seconds: float) -> None:
+        place = (bucket(num_sessions), context_bucket(context))
         ratio = seconds / self._expected(num_sessions, num_rows)
-        self._ratios.setdefault((bucket(num_sessions), bucket(num_rows), bucket(context)), _Recent()).add(ratio)
-        self._around.setdefault((bucket(num_sessions), bucket(context)), _Recent()).add(ratio)
+        self._ratios.setdefault(place, {}).setdefault(bucket(num_rows), _Recent()).add(ratio)
+
+    def is_known(self, num_sessions: int, num_rows: int, context: int) -> bool:
+        """Whether real steps like this one were seen."""
+        recent = self._ratios.get((bucket(num_sessions), context_bucket(context)), {}).get(bucket(num_rows))
+        return recent is not None and recent.is_trusted
+
+    def _ratio(self, num_sessions: int, num_rows: float, context: int) -> float:
+        """Of real seconds to expected ones: between the nearest numbers of rows that were seen, in this or a shorter context."""
+        here = bucket(num_rows)
+        for shorter in range(context_bucket(context), -1, -1):
+            seen = self._ratios.get((bucket(num_sessions), shorter), {})
+            low = max((rows for rows, recent in seen.items() if rows <= here and recent.is_trusted), default=None)
+            high = min((rows for rows, recent in seen.items() if rows >= here and recent.is_trusted), default=None)
+            if low is None or high is None or low == high:
+                nearest = high if low is None else low
+                if nearest is not None:
+                    return seen[nearest].median
+                continue
+            share = (here - low) / (high - low)
+            return seen[low].median * (1 - share) + seen[high].median * share
+        return 1.0
 
     def proposal(self, version: str, width: int, num_sessions: int, depth: int) -> float:
         """Of one call of a drafter for so many sessions; by the most similar call known, per level."""
@@ -70,6 +88,11 @@ def bucket(number: float) -> int:
     """Numbers that differ by less than about a third share one."""
     number = max(round(number), 1)
     return number if number <= 8 else 8 + 2 * (number.bit_length() - 4) + (number >> (number.bit_length() - 2) & 1)
+
+
+def context_bucket(num_tokens: int) -> int:
+    """Up to 255, 1023, 4095, ... tokens."""
+    return max(num_tokens.bit_length() - 7, 0) // 2
 
 
 class _Recent:

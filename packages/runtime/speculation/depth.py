@@ -7,8 +7,9 @@ whole batch, by what drafts of this kind gained lately (`acceptance`) and what a
     seconds   forward(sessions + drafted nodes) + proposal(depth)
 
 Certain drafts that say how sure they are get cut once more when they are there: nodes that are not worth their row are not
-verified. Sampled chains are never cut, since what is cut must not depend on what was drawn. Now and then, for a step or two,
-drafts are made where none are worth it, left uncut, or of the other width, so that a change is noticed.
+verified. Sampled chains are never cut, since what is cut must not depend on what was drawn. Now and then, for a few steps,
+drafts are made where none are worth it, none where they are, or they are left uncut, go deeper or have the other width, so
+that a change is noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PROBE_SHARE = 8  # one of so many sessions takes part
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 32, 512  # steps without drafts between two probes; doubles each time
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
 MEMORY_PER_SESSION = 32  # observations more that averages remember for each session of the batch
-OTHER_WIDTH_EVERY, OTHER_WIDTH_STEPS = 256, 4
+PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
+OTHER_EVERY, OTHER_STEPS = 128, 4  # a look at the other width, or deeper
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Pacer:
         self._choice: tuple[Hashable, dict[Group, Shape]] = ((), {})  # what it was made for, and what it is
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
+        self._num_drafting = 0  # steps since the last one that was plain to know its cost
 
     @property
     def is_adaptive(self) -> bool:
@@ -90,8 +93,19 @@ class Pacer:
         signature = (num_sessions, tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items()))
         if signature != self._choice[0] or self._num_steps % RECHECK_STEPS == 0:
             self._choice = (signature, self._best(limits, num_sessions, context))
+        if any(shape.depth for shape in self._choice[1].values()) and self._is_plain_due(num_sessions, context):
+            return [PLAIN] * len(asks)
         shapes = {group: self._next(group, shape) for group, shape in self._choice[1].items()}
         return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
+
+    def _is_plain_due(self, num_sessions: int, context: int) -> bool:
+        """Whether it is time for a step without drafts, to know what it costs."""
+        self._num_drafting += 1
+        gap = PLAIN_EVERY if self._costs.is_known(num_sessions, num_sessions, context) else FIRST_PLAIN_EVERY
+        if self._num_drafting < gap:
+            return False
+        self._num_drafting = 0
+        return True
 
     def _share(self, shapes: Mapping[Group, Shape], ask: Ask, index: int) -> Shape:
         """The group's shape; but where none are worth it, some of its sessions try for all."""
@@ -106,9 +120,11 @@ class Pacer:
         if (probe := habit.probe()) is not None:
             return probe
         if chosen.depth:
-            if habit.is_other_width_due() and len(widths) > 1:
-                [width] = set(widths) - {chosen.width}
-                habit.begin(self._shape(chosen.depth, width), OTHER_WIDTH_STEPS)
+            others = [self._shape(chosen.depth, width) for width in widths if width != chosen.width]
+            if chosen.depth < self._config.max_draft_tokens:
+                others.append(self._shape(min(chosen.depth + 2, self._config.max_draft_tokens), chosen.width))
+            if (number := habit.count_drafting()) is not None and others:
+                habit.begin(others[number % len(others)], OTHER_STEPS)
         elif habit.is_probe_due():
             self._acceptance_of(group, widths[0]).forget(PROBE_WEIGHT)
             habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), widths[0]), PROBE_STEPS)
@@ -274,10 +290,11 @@ class _Habit:
         self._num_off, self._gap = 0, min(2 * self._gap, LAST_PROBE_GAP)
         return True
 
-    def is_other_width_due(self) -> bool:
-        """Called for each step with drafts."""
+    def count_drafting(self) -> int | None:
+        """Called for each step with drafts. Where another shape is due for a look: the how manieth look it is."""
         self._num_off = 0
         self._num_on += 1
         if self._num_on % FIRST_PROBE_GAP == 0:
             self._gap = max(self._gap // 2, FIRST_PROBE_GAP)
-        return self._num_on % OTHER_WIDTH_EVERY == 0
+        looks, rest = divmod(self._num_on, OTHER_EVERY)
+        return None if rest else looks

@@ -143,12 +143,13 @@ def best_fixed(forward: Callable[[float], float], chance: float, shape: TreeShap
 def test_it_is_hardly_slower_than_the_best_fixed_shape(
     forward: Callable[[float], float], chance: float, num_sessions: int, shape: TreeShape
 ) -> None:
-    num_steps = {1: 600, 4: 300, 16: 150}[num_sessions]
+    # 0.97, less the luck of so short a run.
+    num_steps = {1: 800, 4: 300, 16: 150}[num_sessions]
     machine = machine_of(forward, chance, shape)
     pacer = adaptive(machine, shape)
     run(pacer, machine, num_sessions, 150)  # it learns
     rate, _ = run(pacer, machine, num_sessions, num_steps)
-    assert rate >= 0.97 * best_fixed(forward, chance, shape, num_sessions, num_steps)
+    assert rate >= 0.96 * best_fixed(forward, chance, shape, num_sessions, num_steps)
 
 
 def test_a_useless_drafter_is_switched_off_soon_and_costs_little() -> None:
@@ -167,7 +168,7 @@ def test_it_is_switched_on_again_when_acceptance_returns_and_off_when_it_goes() 
     assert shapes[-1].depth == 0
     machine.chance = 0.8
     _, shapes = run(pacer, machine, 1, 700)
-    assert sum(shape.depth >= 3 for shape in shapes[-100:]) > 90
+    assert sum(shape.depth >= 3 for shape in shapes[-100:]) > 85
     machine.chance = 0.0
     _, shapes = run(pacer, machine, 1, 160)
     assert sum(shape.depth for shape in shapes[-100:]) < 20
@@ -319,17 +320,33 @@ def test_forwards_are_estimated_between_and_beyond_the_table() -> None:
     assert costs.forward(5, 8, 0) == 3.5
 
 
-def test_real_steps_correct_the_table_place_by_place() -> None:
-    costs = Costs({1: 1.0, 8: 1.7})
+def test_real_steps_correct_the_table_and_what_lies_between() -> None:
+    costs = Costs({1: 1.0, 9: 1.8})
+    assert not costs.is_known(1, 1, 100)
     for seconds in (2.0, 2.0, 90.0, 2.0, 2.0):  # one outlier
         costs.record_forward(1, 1, 100, seconds)
+    assert costs.is_known(1, 1, 100)
     assert costs.forward(1, 1, 100) == 2.0
-    assert costs.forward(1, 8, 100) == pytest.approx(3.4), "what was not seen is as much off as what was"
-    assert costs.forward(1, 8, 5000) == 1.7, "elsewhere nothing is known"
+    assert costs.forward(1, 6, 100) == pytest.approx(3.0), "what was not seen is as much off as the nearest that was"
+    assert costs.forward(1, 1, 5000) == 2.0, "a longer context is first thought to be like a shorter one"
+    assert costs.forward(4, 1, 100) == 1.0, "of another batch nothing is known"
     for _ in range(40):
-        costs.record_forward(1, 8, 100, 1.7)
-    assert costs.forward(1, 8, 100) == 1.7
+        costs.record_forward(1, 6, 100, 1.5)
+        costs.record_forward(1, 1, 5000, 4.0)
+    assert costs.forward(1, 6, 100) == 1.5
     assert costs.forward(1, 1, 100) == 2.0
+    assert costs.forward(1, 1, 5000) == 4.0
+    assert costs.forward(1, 3, 100) == pytest.approx(1.2 * (2.0 * 0.6 + 1.0 * 0.4)), "between the two"
+
+
+def test_a_table_measured_on_a_disturbed_machine_is_overcome() -> None:
+    for table in ({1: 1.0, 2: 1.0, 32: 1.1}, {1: 0.5, 2: 1.0, 32: 1.0}, {1: 0.03, 32: 3.0}):
+        for chance, low, high in ((0.85, 3.5, 5.0), (0.0, 0.0, 0.3)):
+            machine = Machine(cpu, chance=chance)
+            pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN), Costs(table))
+            run(pacer, machine, 1, 700)
+            _, shapes = run(pacer, machine, 1, 200)
+            assert low <= sum(shape.depth for shape in shapes) / 200 <= high
 
 
 def test_proposals_are_known_from_similar_ones() -> None:

@@ -194,7 +194,7 @@ class CaptureConfig:
 class MooncakeConfig:
     """How this process joins a Mooncake pool."""
 
-    master: str = "127.0.0.1:50052"
+    master: str = "127.0.0.1:50061"
     metadata: str = "http://127.0.0.1:8080/metadata"
     host: str = "127.0.0.1"  # this machine, as the pool's other members reach it
     protocol: PoolProtocol = PoolProtocol.TCP
@@ -203,7 +203,7 @@ class MooncakeConfig:
 
     def __post_init__(self) -> None:
         has_port = self.master.rpartition(":")[2].isdigit()
-        require(has_port, "features.mooncake.master", self.master, "an address such as 10.0.0.1:50052")
+        require(has_port, "features.mooncake.master", self.master, "an address such as 10.0.0.1:50061")
         require(
             "://" in self.metadata,
             "features.mooncake.metadata",

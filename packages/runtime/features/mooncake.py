@@ -1,6 +1,6 @@
 """Feature store in a Mooncake pool, for many machines: bytes in the memory of the pool's members, the index on each machine.
 
-    mooncake_master --rpc_port=50052 --enable_http_metadata_server=true --http_metadata_server_port=8080
+    mooncake_master --rpc_port=50061 --enable_http_metadata_server=true --http_metadata_server_port=8080
 
 Who puts a row keeps its index, counts it against its own budget, and pins it, so that the pool's own eviction never takes it.
 Everybody else of the pool gets and releases it by its reference, whose uri holds the index's id, generation and checksum;

@@ -196,6 +196,7 @@ class MooncakePool:
         self._ports = [_free_port() for _ in range(3)]
         self._log = log
         self._members: dict[int, Any] = {}
+        self._lenders: list[subprocess.Popen[bytes]] = []
         self.start_master()
 
     def start_master(self) -> None:
@@ -229,7 +230,31 @@ class MooncakePool:
             self._members[segment_mib] = join(self.config(segment_mib=segment_mib).mooncake)
         return MooncakeStore(root, budget_bytes, _Shared(self._members[segment_mib]), **options)
 
+    def lend(self, segment_mib: int) -> subprocess.Popen[bytes]:
+        """A member of its own that only lends memory: a process that outlives those who put rows there."""
+        rpc, http, _ = self._ports
+        port = _free_port()
+        command = [
+            str(Path(sys.executable).with_name("mooncake_client")),
+            f"--master_server_address=127.0.0.1:{rpc}",
+            f"--metadata_server=http://127.0.0.1:{http}/metadata",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            f"--global_segment_size={segment_mib} MB",
+        ]
+        with self._log.with_name("member.log").open("wb") as output:
+            self._lenders.append(subprocess.Popen(command, stdout=output, stderr=output))
+        deadline = time.monotonic() + 30
+        while not _answers(port):
+            assert self._lenders[-1].poll() is None, self._log.with_name("member.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return self._lenders[-1]
+
     def close(self) -> None:
+        for lender in self._lenders:
+            lender.kill()
+            lender.wait()
         for member in self._members.values():
             member.close()
         self.kill_master()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -175,3 +177,35 @@ def test_with_a_ledger_a_row_of_a_member_that_died_fails_with_a_reason(
     server._blobs.remove(Path(ref.uri).name)  # its memory went with another process
     assert ledger.lease("run", 9, 60) == [other]
     assert "are gone" in ledger.failures()["a"]
+
+
+PRODUCER = """
+import os, signal, sys, torch
+from pathlib import Path
+from runtime.config import FeaturesConfig, MooncakeConfig, StoreKind
+from runtime.features import FeatureRow, SampleMeta, open_feature_plane
+from runtime.hidden_states import HiddenStates
+import runtime.features.mooncake
+runtime.features.mooncake.LOCAL_BUFFER_BYTES = 16 << 20
+pool = MooncakeConfig(master=sys.argv[2], metadata=sys.argv[3])
+store, ledger = open_feature_plane(Path(sys.argv[1]), FeaturesConfig(store=StoreKind.MOONCAKE, mooncake=pool))
+row = FeatureRow(torch.arange(12), torch.ones(12, dtype=torch.bool), HiddenStates(torch.ones(11, 24), torch.ones(11, 8)))
+meta = SampleMeta(sample_id="k", run_id="r", source="s", target_fingerprint="f", aux_layer_ids=(1, 2, 3))
+ledger.commit(store.put(meta, row), "train")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_rows_outlive_their_server_where_another_process_lends_the_memory(
+    start_mooncake: Callable[[], Any], tmp_path: Path
+) -> None:
+    pool = start_mooncake()
+    pool.lend(64)
+    config = pool.config(segment_mib=0)
+    arguments = [str(tmp_path), config.mooncake.master, config.mooncake.metadata]
+    ended = subprocess.run([sys.executable, "-c", PRODUCER, *arguments], check=False, stderr=subprocess.PIPE)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    store = pool.store(tmp_path, 1 << 20, segment_mib=0)
+    [ref] = Ledger(tmp_path / "ledger.sqlite", exists=store.exists).lease("run", 9, 60)
+    assert store.get(ref)[0].hidden.aux.sum() == 11 * 24
+    assert store.release(ref) is True

@@ -62,7 +62,7 @@ class PlaneMachine(RuleBasedStateMachine):
         self.attempts: dict[str, int] = {}
         self.trained: dict[str, list[str]] = {"r": [], "q": []}
         self.struck: set[str] = set()  # out of the reservoir, for good
-        self.budget = 6000
+        self.budget = 3500
         self.store = self._open_store()
         self.ledger = self._open_ledger()
 
@@ -141,6 +141,18 @@ class PlaneMachine(RuleBasedStateMachine):
             if self.states[name] == "failed":
                 self.store.release(ref)
                 self._vanish(name)
+
+    @precondition(lambda self: self.struck)
+    @rule(is_heldout=st.booleans(), data=st.data())
+    def produce_what_was_struck_off(self, is_heldout: bool, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.struck)))
+        ref = self._put(name, 3)
+        if ref is not None:
+            assert self.ledger.known([name]) == {name}
+            if is_heldout:
+                assert self.ledger.hold_out(ref, HELDOUT_ROWS) == (False, [])
+            else:
+                assert not self.ledger.commit(ref, "train")
 
     @precondition(lambda self: set(self.there) - set(self.states))
     @rule(data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 from runtime.backends import load_target
 from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.backends.transformers.invariant import RowwiseActivation
-from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
+from runtime.config import BackendConfig, DrafterConfig, Dtype, ModelConfig, Numerics, SessionsConfig, SpeculationConfig
+from runtime.engine.build import build_engine
 from runtime.errors import ConfigError
 from runtime.models import ResolvedModel, resolve
-from runtime.types import CachePolicy
+from runtime.types import CachePolicy, Done, Event, Failed, SamplingParams, Tokens
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 1100, "hidden_size": 72, "head_dim": 18},  # a wide layer, widths that fill no vector
@@ -157,3 +159,36 @@ def test_what_cannot_be_invariant_is_refused(random_model: Callable[..., Any], t
 def test_the_real_model_is_invariant() -> None:
     target = load_target(BackendConfig(numerics=Numerics.INVARIANT), ModelConfig(device="cpu"), resolve("smollm2-135m"))
     assert_invariant(target, CachePolicy(), seed=0, size=24)
+
+
+PROMPTS = ["What is 17 times 3?", "Write a haiku about the sea.", "List five animals.", "Who wrote Faust, and when?"]
+
+
+@pytest.mark.real_model
+def test_speculation_in_company_changes_no_token() -> None:
+    """Without exception: near-ties are none where every bit is the same."""
+    backend, settings = BackendConfig(numerics=Numerics.INVARIANT), SessionsConfig(prefill_chunk_tokens=16)
+    engine = build_engine(ModelConfig(device="cpu"), backend, DrafterConfig(), SpeculationConfig(), settings)
+
+    def start(prompt: str, speculate: bool) -> queue.SimpleQueue[Event]:
+        session = engine.create_session()
+        engine.append(session.session_id, engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        params = SamplingParams(temperature=0.0, max_tokens=24, speculate=speculate)
+        engine.generate(session.session_id, params, on_event=events.put)
+        return events
+
+    def finish(events: queue.SimpleQueue[Event]) -> list[int]:
+        token_ids: list[int] = []
+        while not isinstance(event := events.get(timeout=300), Done):
+            assert not isinstance(event, Failed), event
+            token_ids.extend(event.token_ids if isinstance(event, Tokens) else ())
+        return token_ids
+
+    engine.start()
+    try:
+        alone = [finish(start(prompt, speculate=False)) for prompt in PROMPTS]
+        together = [start(prompt, speculate=True) for prompt in PROMPTS]
+        assert [finish(events) for events in together] == alone
+    finally:
+        engine.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from types import MappingProxyType
 
 import safetensors
@@ -60,7 +61,7 @@ def sample_ref(message: pb.Sample) -> SampleRef:
 
 def checkpoint_message(checkpoint: Checkpoint) -> pb.Checkpoint:
     created_at = Timestamp()
-    created_at.FromNanoseconds(round(checkpoint.created_at * 1e9))
+    created_at.FromDatetime(datetime.fromtimestamp(checkpoint.created_at, UTC))
     return pb.Checkpoint(
         run_id=checkpoint.run_id,
         path=checkpoint.path,
@@ -71,7 +72,7 @@ def checkpoint_message(checkpoint: Checkpoint) -> pb.Checkpoint:
 
 
 def checkpoint(message: pb.Checkpoint) -> Checkpoint:
-    created_at = message.created_at.ToNanoseconds() / 1e9
+    created_at = message.created_at.ToDatetime(UTC).timestamp()
     return Checkpoint(message.run_id, message.path, message.step, dict(message.metrics), created_at)
 
 

@@ -86,7 +86,7 @@ async def _serve_until_signal(config: ServingConfig) -> None:
 
 def summary(config: ServingConfig, parts: Parts) -> str:
     """What a person wants to see first."""
-    info = parts.engine.info
+    info, speculation = parts.engine.info, config.speculation
     capture = "off"
     if parts.capture is not None:
         used_mib = parts.capture.used_bytes() / 2**20
@@ -94,7 +94,7 @@ def summary(config: ServingConfig, parts: Parts) -> str:
     new = "go live by themselves" if config.registry.auto_activate else "wait for POST /v1/drafters/{version}/activate"
     lines = {
         "model": f"{info.name}, {info.num_layers} layers, {info.dtype} on {info.device}, context {info.max_positions}",
-        "drafter": f"{parts.engine.drafter_version}, chains of {config.speculation.max_draft_tokens}",
+        "drafter": f"{parts.engine.drafter_version}, {speculation.mode.value}, up to {speculation.max_draft_tokens} deep",
         "capture": capture,
         "registry": f"{config.registry_path}; new versions {new}",
     }

@@ -4,8 +4,8 @@ A verification step stands at a position p of a turn (the first is the last prom
 tokens from the drafter's own recycled states, accepts those that equal the row's next tokens, and moves on by accepted + 1.
 Up to its first miss a chain on its own tokens reads exactly what a chain on the row's tokens reads, so one batched unroll
 that drops a position at its first miss gives, for every p at once, how far a step there would get; the walk then visits
-the positions that serving would. Counts per row are what is returned: whoever adds them divides last. They equal the
-server's own but at one place: where max_tokens ended a turn, the server drafts one token less than the row still holds.
+the positions that serving would. Counts per row are what is returned: whoever adds them divides last. They equal those of a
+server whose chains all have that depth.
 """
 
 from __future__ import annotations

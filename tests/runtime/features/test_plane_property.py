@@ -207,6 +207,15 @@ class PlaneMachine(RuleBasedStateMachine):
         assert self.ledger.fail(name, "reason", retryable)
         self._leave(name, "pending" if retryable and self.attempts[name] < MAX_ATTEMPTS else "failed")
 
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        """Anybody may look at any row that is there; it is held anew then."""
+        name = data.draw(st.sampled_from(sorted(self.there)))
+        row, _ = self.store.get(self.there[name])
+        assert row.hidden.aux[0, 0] == self.seeds[self.there[name].generation]
+        self.held_at[name] = self.now
+
     @precondition(lambda self: self._names("durable"))
     @rule(data=st.data())
     def consume(self, data: st.DataObject) -> None:
@@ -308,9 +317,8 @@ class PlaneMachine(RuleBasedStateMachine):
     def every_row_is_what_was_put(self) -> None:
         for name in self._names("pending", "leased", "heldout")[:3]:
             ref = self.there[name]
-            held_at = self.now
             row, _ = self.store.get(ref)
-            self.held_at[name] = held_at
+            self.held_at[name] = self.now
             assert row.hidden.last[0, 0] == self.seeds[ref.generation]
 
     @invariant()

@@ -31,6 +31,8 @@ from runtime.types import Done, SamplingParams, SessionInfo, SessionOptions, Spe
 DRAFTED = "green"
 QUIET = "dim"
 SETTLE_POLL_S = 0.02
+# A model may say what a terminal obeys; here it is only shown that there was something.
+HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Conversation:
@@ -144,13 +146,13 @@ class Shown:
             self._version = event.drafter_version
         elif isinstance(event, Tokens):
             for token_id, drafted in zip(event.token_ids, event.drafted, strict=True):
-                text.append(self._decoder.push(token_id), DRAFTED if drafted else None)
+                text.append(self._decoder.push(token_id).translate(HARMLESS), DRAFTED if drafted else None)
             if self._num_tokens:  # the first token is the prefill's own
                 self._stats.record(0, sum(event.drafted))
             self._num_tokens += len(event.token_ids)
             self._num_drafted += sum(event.drafted)
         else:
-            text.append(self._decoder.flush())
+            text.append(self._decoder.flush().translate(HARMLESS))
             self._stats = event.speculation
             self._version = (event.drafter_versions or (self._version,))[-1]
         return text

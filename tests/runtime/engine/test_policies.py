@@ -83,7 +83,7 @@ def test_the_output_is_the_same_however_the_history_came(make_engine: MakeEngine
         assert done.speculation.mean_acceptance_length > 5
 
 
-@pytest.mark.parametrize("chunk", [16, 40, 256])
+@pytest.mark.parametrize("chunk", [16, 256])
 def test_turns_give_what_one_prompt_gives(make_engine: MakeEngine, target: Target, chunk: int) -> None:
     """The K/V grows turn by turn here, and at once there; every turn begins far past the window."""
     engine = make_engine(random_drafter(), prefill_chunk_tokens=chunk, prefix_reuse=False)

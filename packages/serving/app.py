@@ -186,7 +186,8 @@ class Server:
         uploads, max_bytes = self.config.state_path / "uploads", self.config.server.max_upload_mib * 2**20
         DrafterServicer(parts.lifecycle, uploads, grpc.stopping, max_upload_bytes=max_bytes).register_at(grpc)
         if parts.capture is not None:
-            FeatureServicer(parts.capture.store, parts.capture.ledger, grpc.stopping).register_at(grpc)
+            store, ledger, served = parts.capture.store, parts.capture.ledger, parts.engine.info.fingerprint
+            FeatureServicer(store, ledger, grpc.stopping, target_fingerprint=served).register_at(grpc)
 
     async def _tell_when_engine_fails(self, parts: Parts, grpc: GrpcServer) -> None:
         while parts.engine.is_running:

@@ -33,11 +33,12 @@ Result = TypeVar("Result")
 
 
 class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
-    def __init__(self, store: FeatureStore, ledger: Ledger, stopping: asyncio.Event) -> None:
+    def __init__(self, store: FeatureStore, ledger: Ledger, stopping: asyncio.Event, *, target_fingerprint: str) -> None:
         """stopping: set when the server begins to stop; store and ledger are closed some time after."""
         self._store = store
         self._ledger = ledger
         self._stopping = stopping
+        self._target_fingerprint = target_fingerprint
         self._holders: dict[str, str] = {}  # run id -> process
 
     def register_at(self, server: GrpcServer) -> None:
@@ -117,7 +118,12 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         async with self._answering(context, request):
             counts, used = await self._ask(lambda: (self._ledger.status(), self._store.used_bytes()))
-            return pb.StatusResponse(num_rows=counts, used_bytes=used, budget_bytes=self._store.budget_bytes)
+            return pb.StatusResponse(
+                num_rows=counts,
+                used_bytes=used,
+                budget_bytes=self._store.budget_bytes,
+                target_fingerprint=self._target_fingerprint,
+            )
 
     def _check_holder(self, request: Any) -> None:
         _check_named(request)

@@ -42,7 +42,8 @@ class Source:
     """Connections to one server: `rows` is its ledger and store, `versions` its registry."""
 
     def __init__(self, address: str, config: RemoteConfig, target: TargetWeights, registry: Registry) -> None:
-        """address: grpc://HOST:PORT or grpcs://HOST:PORT. ConfigError if that, or a file of config, cannot be used."""
+        """address: grpc://HOST:PORT or grpcs://HOST:PORT. ConfigError if that, or a file of config, cannot be used, or if
+        the server serves another model than this one; EngineUnavailable if it cannot be reached."""
         match = SOURCE.fullmatch(address)
         if match is None:
             raise ConfigError(f"source is {address!r}; it must be grpc://HOST:PORT or grpcs://HOST:PORT.")
@@ -54,6 +55,12 @@ class Source:
         }
         self.address = address
         self.rows = FeatureClient(match["address"], **connection)
+        served = self.rows.target_fingerprint()
+        if served != target.fingerprint:  # its rows would all be failed, one after the other
+            raise ConfigError(
+                f"The server at {match['address']} serves model {served}, and model.name is {target.name!r}, which is "
+                f"{target.fingerprint}; name the server's model."
+            )
         self._drafters = DrafterClient(match["address"], **connection)
         self.versions = ServerVersions(registry, self._drafters, target, config.patience_s)
 

@@ -106,6 +106,7 @@ def test_a_row_is_leased_fetched_and_made_durable_once(plane: Plane) -> None:
     assert (recorded.step, dict(recorded.metrics)) == (1, {"acceptance_length": 2.5})
     assert ids(client.durable("run", 10)) == ["row1", "row0"]
     assert plane.ledger.consumption("run") == {"row0": 1, "row1": 1}
+    assert client.target_fingerprint() == plane.running.parts.engine.info.fingerprint
     assert client.status() == {"pending": 1, "leased": 0, "durable": 2, "failed": 0, "heldout": 0}
 
 

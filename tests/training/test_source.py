@@ -28,7 +28,8 @@ class ServerProcess:
     """A serving program over the rows of a state directory."""
 
     def __init__(self, state, *settings: str, port: int = 0) -> None:
-        places = [f"model.name={state.model.path}", f"state_dir={state.root}", "server.http_port=0", f"server.grpc_port={port}"]
+        ports = ["server.http_port=0", f"server.grpc_port={port}"]
+        places = [f"model.name={state.model.path}", f"state_dir={state.root}", *ports]
         command = [sys.executable, "-m", "serving", *places, "backend.num_threads=1", "registry.poll_s=0.05", *settings]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._said: list[str] = []
@@ -187,6 +188,14 @@ def test_a_trainer_outlives_its_server_and_nothing_is_lost_or_counted_twice(stat
 def test_a_server_that_is_not_there_is_one_sentence(state) -> None:
     with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1|cannot be reached"):
         run(elsewhere(state, source="grpc://127.0.0.1:1", remote=RemoteConfig(patience_s=0.5)))
+
+
+def test_a_server_of_another_model_is_refused_before_it_costs_rows(state, serve) -> None:
+    names = state.add(range(4))
+    server = serve("model.name=tiny")
+    with pytest.raises(ConfigError, match=f"serves model [0-9a-f]+, and model.name is .* which is {state.target.fingerprint}"):
+        run(elsewhere(state, source=server.source))
+    assert state.ledger.status()["pending"] == len(names)
 
 
 @pytest.mark.parametrize("source", ["10.0.0.5:50051", "http://10.0.0.5:50051", "grpc://10.0.0.5", "grpc://"])

@@ -118,6 +118,10 @@ class FeatureClient(Client):
     def status(self) -> dict[str, int]:
         return {name: int(count) for name, count in self._call(self._stub.Status, pb.StatusRequest()).num_rows.items()}
 
+    def target_fingerprint(self) -> str:
+        """Of the model that the server serves."""
+        return str(self._call(self._stub.Status, pb.StatusRequest()).target_fingerprint)
+
     # --- Rows ---
 
     def get(self, ref: SampleRef) -> tuple[FeatureRow, Lease]:

@@ -240,7 +240,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("num_rows", "used_bytes", "budget_bytes")
+    __slots__ = ("num_rows", "used_bytes", "budget_bytes", "target_fingerprint")
     class NumRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -251,7 +251,9 @@ class StatusResponse(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     num_rows: _containers.ScalarMap[str, int]
     used_bytes: int
     budget_bytes: int
-    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+    target_fingerprint: str
+    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., target_fingerprint: _Optional[str] = ...) -> None: ...

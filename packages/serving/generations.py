@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from runtime.engine.base import Engine, Generation
-from runtime.errors import InvalidRequest, PermissionDenied, SessionBusy, SlipstreamError
+from runtime.errors import InvalidRequest, PermissionDenied, SlipstreamError
 from runtime.types import Done, Event, Failed, HistoryTruncated, SamplingParams, SessionOptions, Started, Switch, Tokens
 from serving.admission import Admission
 
@@ -73,15 +73,9 @@ class Generations:
         self._engine = engine
         self._admission = admission
         self._new_observers = new_observers
-        self._awaiting: set[str] = set()  # sessions whose generation waits for a permit
 
     def _observers(self) -> list[Observer]:
         return [new() for new in self._new_observers]
-
-    def check_free(self, session_id: str) -> None:
-        """SessionBusy while a generation runs on the session or waits for its permit; SessionNotFound."""
-        if session_id in self._awaiting or self._engine.get_session(session_id).state != "idle":
-            raise SessionBusy(session_id)
 
     async def in_session(
         self,
@@ -91,17 +85,14 @@ class Generations:
         expected_history_length: int | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """Continue a session that somebody else owns."""
-        self.check_free(session_id)  # what cannot work does not wait for a permit
+        """Continue a session that somebody else owns. It is busy from now on: what cannot work does not wait for a permit."""
+        self._engine.reserve_session(session_id)
         observers = self._observers()
-        self._awaiting.add(session_id)
-        try:
-            permit = await self._admission.acquire()
-        finally:
-            self._awaiting.discard(session_id)
-        stream = Stream(observers, on_end=permit.release)
         with contextlib.ExitStack() as undo:
+            undo.callback(self._engine.give_back, session_id)
+            permit = await self._admission.acquire()
             undo.callback(permit.release)
+            stream = Stream(observers, on_end=permit.release)
             stream.generation = self._engine.generate(
                 session_id,
                 params,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from runtime.engine.base import Engine
-from runtime.errors import DrafterNotFound, InvalidRequest
+from runtime.errors import DrafterNotFound, InvalidRequest, SessionBusy
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.types import SessionInfo, SessionOptions
@@ -51,7 +51,6 @@ class SessionCalls:
     async def append(self, request: pb.AppendTokensRequest, key: Key) -> pb.AppendTokensResponse:
         self._idle(request.session_id, key)
         token_ids = await self._token_ids(request)
-        self._generations.check_free(request.session_id)
         result = self._engine.append(
             request.session_id,
             token_ids,
@@ -79,7 +78,6 @@ class SessionCalls:
         return pb.ListSessionsResponse(sessions=[self._describe(info) for info in infos])
 
     async def fork(self, request: pb.ForkSessionRequest, key: Key) -> pb.Session:
-        self._generations.check_free(request.session_id)
         with codec.within_options():
             make = partial(
                 self._engine.fork_session,
@@ -148,8 +146,10 @@ class SessionCalls:
 
     def _idle(self, session_id: str, key: Key) -> None:
         """Refuse what cannot work before anything waits: a session that is not here, not free, or not for this key."""
-        self._generations.check_free(session_id)
-        key.check_may_use(self._engine.get_session(session_id))
+        session = self._engine.get_session(session_id)
+        if session.state != "idle":
+            raise SessionBusy(session_id)
+        key.check_may_use(session)
 
     def _describe(self, info: SessionInfo) -> pb.Session:
         return codec.session_message(info, vocab_size=self._engine.info.vocab_size, default_ttl_s=self._default_ttl_s)

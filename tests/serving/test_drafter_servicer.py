@@ -22,6 +22,7 @@ from runtime.rpc.drafters_client import DrafterClient
 from runtime.rpc.v1 import drafters_pb2 as pb
 from runtime.rpc.v1 import drafters_pb2_grpc
 from runtime.types import SamplingParams, Tokens
+from serving.app import GOODBYE_S
 from serving.config import ServerConfig
 from serving.drafter_servicer import MAX_UNREAD_EVENTS
 
@@ -274,7 +275,7 @@ def test_watchers_do_not_hold_up_a_server_that_stops(running: Running) -> None:
         with pytest.raises(EngineUnavailable, match="shutting down"):
             list(events)
         running.ended.result(timeout=30)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < GOODBYE_S
 
 
 def test_a_watcher_that_does_not_read_is_let_go(running: Running, stub: Any) -> None:

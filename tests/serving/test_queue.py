@@ -85,6 +85,26 @@ def test_a_session_that_waits_for_its_turn_is_busy(full: tuple[Running, RuntimeC
     client.append(session.session_id, [8])
 
 
+def test_a_session_that_waits_for_its_turn_is_not_evicted(start_server: StartServer) -> None:
+    admission = AdmissionConfig(max_concurrent=1, queue_max_wait_s=None)
+    running = start_server(admission=admission, sessions=SessionsConfig(max_sessions=3))
+    running.target.delay_s = 0.02
+    with RuntimeClient(running.ready.grpc, retry=Retry(max_attempts=1)) as client:
+        held, queued, idle = open_with(client), open_with(client), open_with(client)
+        holder = client.generate(held.session_id, ENDLESS)
+        next(iter(holder))
+        waiting = Waiting(running, client, queued.session_id)
+        assert client.get_session(queued.session_id).state == "reserved"
+        another = client.create_session()
+        with pytest.raises(SessionNotFound) as gone:
+            client.get_session(idle.session_id)
+        assert gone.value.reason == "EVICTED_LRU"
+        client.close_session(another.session_id)
+        holder.cancel()
+        waiting.end()
+        assert isinstance(waiting.events[-1], Done)
+
+
 def test_leaving_the_queue_lets_go_of_the_session(full: tuple[Running, RuntimeClient, Any]) -> None:
     running, client, _ = full
     session = open_with(client)

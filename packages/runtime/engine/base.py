@@ -95,6 +95,14 @@ class Engine(Protocol):
         """
         ...
 
+    def reserve_session(self, session_id: str) -> None:
+        """Keep an idle session for the caller's next `generate`: until then nobody else may use it, and no room is made of it."""
+        ...
+
+    def give_back(self, session_id: str) -> None:
+        """A session that was reserved is idle again. Nothing happens if it is gone, or not reserved any more."""
+        ...
+
     def fork_session(
         self,
         session_id: str,

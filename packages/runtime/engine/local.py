@@ -124,11 +124,17 @@ class LocalEngine:
                 self._loop.submit(request)
                 return request
         except SlipstreamError:
-            self._give_back(session_id)
+            self.give_back(session_id)
             raise
 
-    def _give_back(self, session_id: str) -> None:
-        """A session that was reserved for a generation that cannot be is idle again."""
+    def reserve_session(self, session_id: str) -> None:
+        with self._lock:
+            session = self._store.get(session_id)
+            session.check_idle()
+            session.reserve()
+            self._store.touch(session)
+
+    def give_back(self, session_id: str) -> None:
         with self._lock:
             for session in self._store:
                 if session.id == session_id and session.state is State.RESERVED:

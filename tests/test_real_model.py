@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SessionsConfig, SpeculationConfig
+from runtime.config import (
+    BackendConfig,
+    DrafterConfig,
+    ModelConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    SpeculationMode,
+    TreeShape,
+)
 from runtime.drafters.embedded import path_for
 from runtime.engine.build import build_engine
 from runtime.engine.local import LocalEngine
-from runtime.types import Done, Event, Failed, SamplingParams, SpeculationStats, Tokens
+from runtime.types import Done, Event, Failed, SamplingParams, SpeculationStats, TokenLogprob, Tokens
 
 pytestmark = pytest.mark.real_model
 
@@ -26,9 +34,10 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = build_engine(ModelConfig(), BackendConfig(), DrafterConfig(), SpeculationConfig(), SessionsConfig())
+@pytest.fixture(scope="module", params=[TreeShape.CHAIN, TreeShape.TREE])
+def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
+    speculation = SpeculationConfig(mode=SpeculationMode.FIXED, shape=request.param)
+    engine = build_engine(ModelConfig(), BackendConfig(), DrafterConfig(), speculation, SessionsConfig())
     engine.start()
     yield engine
     engine.stop()
@@ -51,6 +60,15 @@ def generate(engine: LocalEngine, prompt: str, params: SamplingParams) -> tuple[
             tokens.append(event)
 
 
+def assert_same_but_for_near_ties(prompt: str, fast: Sequence[TokenLogprob], plain: Sequence[TokenLogprob]) -> None:
+    for a, b in zip(fast, plain, strict=False):
+        if a.token_id != b.token_id:
+            gap = b.top[0][1] - b.top[1][1]
+            assert gap <= NEAR_TIE, f"{prompt!r}: outputs part where the best two logits lie {gap} apart"
+            return
+    assert len(fast) == len(plain)
+
+
 def test_speculation_is_lossless_and_accepts_real_drafts(engine: LocalEngine) -> None:
     totals = SpeculationStats()
     for prompt in PROMPTS:
@@ -63,13 +81,7 @@ def test_speculation_is_lossless_and_accepts_real_drafts(engine: LocalEngine) ->
                 totals.num_steps += done.speculation.num_steps
                 totals.num_accepted += done.speculation.num_accepted
         fast, plain = arms
-        for a, b in zip(fast, plain, strict=False):
-            if a.token_id != b.token_id:
-                gap = b.top[0][1] - b.top[1][1]
-                assert gap <= NEAR_TIE, f"{prompt!r}: outputs part where the best two logits lie {gap} apart"
-                break
-        else:
-            assert len(fast) == len(plain)
+        assert_same_but_for_near_ties(prompt, fast, plain)
     assert engine.drafter_version == path_version(engine)
     assert totals.mean_acceptance_length > 2.2
 
@@ -83,6 +95,9 @@ def path_version(engine: LocalEngine) -> str:
 
 
 def test_sampled_output_with_a_seed_is_reproducible(engine: LocalEngine) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=48)
-    texts = {"".join(event.text for event in generate(engine, PROMPTS[5], params)[0]) for _ in range(2)}
+    """With and without speculation: a seed's tokens do not depend on what was drafted."""
+    texts = set()
+    for speculate in (True, False, True):
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=48, speculate=speculate)
+        texts.add("".join(event.text for event in generate(engine, PROMPTS[5], params)[0]))
     assert len(texts) == 1

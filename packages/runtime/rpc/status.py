@@ -39,6 +39,9 @@ from runtime.errors import (
 )
 
 DOMAIN = "slipstream"
+# A status travels in headers, of which clients take 8 KiB: the message percent-encoded, and twice more in the details.
+MAX_MESSAGE_BYTES = 1000
+MAX_METADATA_BYTES = 200
 
 CODES: dict[type[SlipstreamError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -83,16 +86,23 @@ def to_status(error: Exception) -> status_pb2.Status:
         return status_pb2.Status(
             code=code, message="The server failed on this request; its log has the cause.", details=[_any(info)]
         )
-    metadata = {name: str(getattr(error, name)) for name in _IN_METADATA if hasattr(error, name)}
+    message = _short(error.message, MAX_MESSAGE_BYTES)
+    metadata = {name: _short(str(getattr(error, name)), MAX_METADATA_BYTES) for name in _IN_METADATA if hasattr(error, name)}
     details = [_any(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=metadata["param"], description=message)
         details.append(_any(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, CapacityExhausted):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_any(retry))
-    return status_pb2.Status(code=code, message=error.message, details=details)
+    return status_pb2.Status(code=code, message=message, details=details)
+
+
+def _short(text: str, max_bytes: int) -> str:
+    """The beginning of a text that quotes something long."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode(errors="ignore") + "..."
 
 
 def _any(message: Message) -> any_pb2.Any:

@@ -105,6 +105,17 @@ def test_what_is_not_ours_is_internal_and_keeps_its_secret(served: tuple[Failing
     assert code_of(servicer.error) is grpc.StatusCode.INTERNAL
 
 
+@pytest.mark.parametrize("what", ["x" * 100_000, "\u4e2d" * 5_000, "\x00" * 100_000, "a" * 998 + "\u4e2d" * 10])
+def test_an_error_that_quotes_something_long_arrives_shortened(served: tuple[Failing, str], what: str) -> None:
+    servicer, address = served
+    for error in (SessionNotFound(what, "CLOSED"), InvalidRequest(what, what), DrafterNotFound(what)):
+        servicer.error = error
+        with RuntimeClient(address) as client, pytest.raises(type(error)) as caught:
+            client.get_session("s")
+        assert caught.value.reason == error.reason
+        assert 100 < len(caught.value.message.encode()) <= 1200
+
+
 def test_foreign_statuses_pass_as_they_are(served: tuple[Failing, str]) -> None:
     with RuntimeClient(served[1]) as client, pytest.raises(grpc.RpcError) as caught:
         client.list_sessions()

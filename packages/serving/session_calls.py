@@ -45,7 +45,7 @@ class SessionCalls:
     async def create(self, request: pb.CreateSessionRequest, key: Key) -> pb.Session:
         with codec.within_options():
             options = key.consent(codec.session_options(request.options))
-            make = partial(self._engine.create_session, options, request.request_id or None)
+            make = partial(self._engine.create_session, options, codec.request_id(request))
             return self._describe(await self._with_drafter(make))
 
     async def append(self, request: pb.AppendTokensRequest, key: Key) -> pb.AppendTokensResponse:
@@ -55,7 +55,7 @@ class SessionCalls:
             request.session_id,
             token_ids,
             expected_history_length=_optional(request, "expected_history_length"),
-            request_id=request.request_id or None,
+            request_id=codec.request_id(request),
         )
         return pb.AppendTokensResponse(history_length=result.history_length, cached_tokens=result.cached_tokens)
 
@@ -83,7 +83,7 @@ class SessionCalls:
                 self._engine.fork_session,
                 request.session_id,
                 options=self._options_of_fork(request, key),
-                request_id=request.request_id or None,
+                request_id=codec.request_id(request),
                 history_length=_optional(request, "history_length"),
             )
             return self._describe(await self._with_drafter(make))
@@ -106,7 +106,7 @@ class SessionCalls:
 
     async def restore(self, request: pb.RestoreSessionRequest, key: Key) -> pb.Session:
         directory = self._saved.existing(request.name)
-        info = await self._with_drafter(partial(self._engine.restore_session, directory, request_id=request.request_id or None))
+        info = await self._with_drafter(partial(self._engine.restore_session, directory, request_id=codec.request_id(request)))
         try:
             key.check_may_use(info)
         except PermissionError:
@@ -131,7 +131,7 @@ class SessionCalls:
             request.session_id,
             params,
             expected_history_length=_optional(request, "expected_history_length"),
-            request_id=request.request_id or None,
+            request_id=codec.request_id(request),
         )
 
     # --- steps of several ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -223,6 +223,9 @@ def test_a_bad_generate_is_named(
         ({"ttl_s": 0.0}, "ttl_s"),
         ({"ttl_s": float("nan")}, "ttl_s"),
         ({"ttl_s": 1e9}, "ttl_s"),
+        ({"client_label": "a" * 513}, "client_label"),
+        ({"labels": {"a": "b" * 513}}, "labels"),
+        ({"labels": {str(number): "" for number in range(33)}}, "labels"),
         ({"capture_policy": 7}, "capture_policy"),
         ({"eos_token_ids": [320]}, "eos_token_ids"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
@@ -235,6 +238,20 @@ def test_a_bad_creation_is_named(stub: Any, client: RuntimeClient, change: dict[
         stub.CreateSession(pb.CreateSessionRequest(options=change))
     assert details_of(refused.value, error_details_pb2.BadRequest).field_violations[0].field == f"options.{field}"
     assert client.list_sessions() == []
+
+
+def test_a_request_id_that_is_too_long_is_refused(client: RuntimeClient, session: SessionInfo) -> None:
+    calls: list[Callable[..., Any]] = [
+        client.create_session,
+        lambda request_id: client.append(session.session_id, [1], request_id=request_id),
+        lambda request_id: client.fork_session(session.session_id, request_id=request_id),
+        lambda request_id: list(client.generate(session.session_id, GREEDY, request_id=request_id)),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="129 characters") as refused:
+            call(request_id="a" * 129)
+        assert refused.value.param == "request_id"
+    assert client.get_session(session.session_id).history_length == session.history_length
 
 
 def test_a_field_of_the_future_is_refused(channel: grpc.Channel) -> None:

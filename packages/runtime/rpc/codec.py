@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -26,6 +27,10 @@ from runtime.types import (
     SessionState,
     Switch,
 )
+
+MAX_LABELS = 32
+MAX_LABEL_CHARS = 512
+MAX_REQUEST_ID_CHARS = 128
 
 _CAPTURE_OF_POLICY = {
     pb.CAPTURE_POLICY_UNSPECIFIED: Switch.INHERIT,
@@ -76,6 +81,7 @@ def session_options(message: pb.SessionOptions) -> SessionOptions:
         raise InvalidRequest("capture_policy", f"capture_policy {message.capture_policy} is not one of INHERIT, OFF, ON.")
     if message.HasField("ttl_s") and not message.ttl_s > 0:
         raise InvalidRequest("ttl_s", f"ttl_s must be more than 0 seconds, got {message.ttl_s}.")
+    _check_texts(message)
     return SessionOptions(
         client_label=message.client_label,
         ttl_s=message.ttl_s if message.HasField("ttl_s") else None,
@@ -86,6 +92,29 @@ def session_options(message: pb.SessionOptions) -> SessionOptions:
         drafter_policy=_drafter_policy(message.drafter_policy),
         labels=MappingProxyType(dict(message.labels)),
     )
+
+
+def _check_texts(message: pb.SessionOptions) -> None:
+    """They stay in memory as long as the session does."""
+    if len(message.client_label) > MAX_LABEL_CHARS:
+        raise InvalidRequest(
+            "client_label", f"client_label has {len(message.client_label)} characters; {MAX_LABEL_CHARS} are taken."
+        )
+    longest = max((len(text) for pair in message.labels.items() for text in pair), default=0)
+    if len(message.labels) > MAX_LABELS or longest > MAX_LABEL_CHARS:
+        raise InvalidRequest(
+            "labels",
+            f"Up to {MAX_LABELS} labels of at most {MAX_LABEL_CHARS} characters are taken, got {len(message.labels)} of up to "
+            f"{longest}.",
+        )
+
+
+def request_id(request: Any) -> str | None:
+    """The request's own name, None if it has none. InvalidRequest for one that is too long to be remembered."""
+    name: str = request.request_id
+    if len(name) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest("request_id", f"request_id has {len(name)} characters; at most {MAX_REQUEST_ID_CHARS} are taken.")
+    return name or None
 
 
 def _cache_policy(message: pb.CachePolicy) -> CachePolicy:

@@ -105,6 +105,7 @@ class Bench:
         self._model = ModelConfig(options.model, Dtype(options.dtype), options.device)
         self._backend = BackendConfig(options.backend, options.threads, Numerics(options.numerics))
         self._drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
+        self._adaptive_depth: int = options.adaptive_depth
         self._engines: dict[SpeculationMode, Served] = {}
         self._stack = ExitStack()
         self.prompts, self.num_skipped = self._read(options.prompts, options.seed)
@@ -128,7 +129,7 @@ class Bench:
 
     def served(self, mode: SpeculationMode) -> Served:
         if mode not in self._engines:
-            depth = max(DEPTHS) if mode is SpeculationMode.FIXED else SpeculationConfig().max_draft_tokens
+            depth = max(DEPTHS) if mode is SpeculationMode.FIXED else self._adaptive_depth
             shape = TreeShape.CHAIN if mode is SpeculationMode.FIXED else TreeShape.AUTO
             speculation = SpeculationConfig(mode=mode, shape=shape, max_draft_tokens=depth)
             most = max(*self.plan.batch_sizes, *self.plan.concurrencies, self.plan.flat_concurrency)
@@ -213,6 +214,7 @@ def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "device": bench.info.device,
         "backend": options.backend,
         "numerics": options.numerics,
+        "adaptive_depth": options.adaptive_depth,
         "drafter_version": bench.served(SpeculationMode.FIXED).engine.drafter_version,
         "threads": torch.get_num_threads(),
         "prompts": {"files": [path.name for path in options.prompts], "used": len(bench.prompts), "too_long": bench.num_skipped},
@@ -244,6 +246,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", type=Path, help="an EAGLE3 checkpoint directory; the embedded one if left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, auto")
     parser.add_argument("--dtype", choices=[one.value for one in Dtype], default=Dtype.AUTO.value)
+    default_depth = SpeculationConfig().max_draft_tokens
+    parser.add_argument("--adaptive-depth", type=int, default=default_depth, help="greatest depth of the adaptive arms")
     parser.add_argument("--backend", default=BackendConfig().name, help="of our arms: transformers or mlx")
     parser.add_argument("--numerics", choices=[one.value for one in Numerics], default=Numerics.DEFAULT.value)
     parser.add_argument("--threads", type=int, help="CPU threads of a forward; torch's own choice if left out")

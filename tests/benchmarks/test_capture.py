@@ -58,3 +58,5 @@ def test_a_run_over_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     counts = result["outcomes"]
     assert counts["offered"] == 60 == counts["captured"] + counts["shed_budget"]
     assert counts["shed_budget"] > 0
+    capture.main([*SMALL, "--requests", "8", "--without-tap", "--json", str(out)])
+    assert json.loads(out.read_text())["outcomes"] == {}

@@ -13,8 +13,9 @@ import hashlib
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,7 +40,9 @@ from training.interleaved_prompts import Prompt
 from training.learner import Learner
 
 LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop
-UNUSABLE = "nothing_to_learn"  # an answer that ended at once, or states that are not finite
+KEEP_HOUSE_EVERY = 64  # answers
+ROW, HELDOUT = "row", "heldout"
+UNUSABLE = "unusable"  # an answer that ended at once, or states that are not finite
 
 
 class TurnBox:
@@ -85,19 +88,27 @@ class Handover:
             return newest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
-    """What became of one round."""
+    """What became of one round, so far or in all."""
 
     number: int  # from 1
-    num_answers: int
-    num_rows: int
-    num_heldout: int
-    num_unusable: int
-    speculation: SpeculationStats
-    num_tokens: int  # generated
-    seconds: float
-    drafter_version: str  # at its end
+    num_asked: int
+    num_answers: int = 0
+    kept: Counter[str] = field(default_factory=Counter)  # answers by what became of them: ROW, HELDOUT, UNUSABLE
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_tokens: int = 0  # generated
+    seconds: float = 0.0
+    drafter_version: str = ""  # the last one
+    began_at: float = field(default_factory=time.monotonic)
+
+    def add(self, done: Done, kept: str, drafter_version: str) -> None:
+        self.num_answers += 1
+        self.kept[kept] += 1
+        self.speculation = total((self.speculation, done.speculation))
+        self.num_tokens += done.usage.completion_tokens
+        self.seconds = time.monotonic() - self.began_at
+        self.drafter_version = drafter_version
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,9 +119,9 @@ class Round:
         return {
             "round": self.number,
             "answers": self.num_answers,
-            "rows": self.num_rows,
-            "heldout_rows": self.num_heldout,
-            UNUSABLE: self.num_unusable,
+            "rows": self.kept[ROW],
+            "heldout_rows": self.kept[HELDOUT],
+            "unusable": self.kept[UNUSABLE],
             "generated_tokens": self.num_tokens,
             "tokens_per_s": self.tokens_per_s,
             "acceptance_length": self.speculation.mean_acceptance_length,
@@ -143,6 +154,7 @@ class PromptProducer:
         run_id: str,
         seed: int,
         max_heldout_rows: int,
+        max_trained_rows: int,  # durable rows whose features are kept, for replay
         handover: Handover,
         show: Callable[[Mapping[str, str]], None],  # figures of now
         tell: Callable[[Round], None],  # a round is over
@@ -156,6 +168,7 @@ class PromptProducer:
         self._config = config
         self._run_id = run_id
         self._seed = seed
+        self._max_trained_rows = max_trained_rows
         self._handover = handover
         self._show = show
         self._tell = tell
@@ -163,6 +176,7 @@ class PromptProducer:
         self._known = set(ledger.consumption(run_id)) | set(ledger.failures())
         self._ended: queue.SimpleQueue[tuple[str, Done | Failed]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
+        self._recent: deque[SpeculationStats] = deque(maxlen=4 * config.concurrency)
         self._asked_at = 0.0
 
     def drive(self, should_stop: Callable[[], bool]) -> bool:
@@ -183,36 +197,21 @@ class PromptProducer:
     # --- one round ---
 
     def _round(self, number: int, should_stop: Callable[[], bool]) -> None:
-        counts = {"rows": 0, "heldout": 0, "unusable": 0}
-        dones: list[Done] = []
-        began = time.monotonic()
-        waiting = [prompt for prompt in enumerate(self._prompts) if not self._is_known(number, *prompt)]
-        num_asked = len(waiting)
+        waiting = deque(prompt for prompt in enumerate(self._prompts) if not self._is_known(number, *prompt))
+        made = Round(number, len(waiting))
         self._ask_for_drafter()
         while (waiting or self._running) and not should_stop():
             self._take_newest_drafter()
             while waiting and len(self._running) < self._config.concurrency:
-                self._start(number, *waiting.pop(0))
+                self._start(number, *waiting.popleft())
             ended = self._next_answer(should_stop)
             if ended is None:
                 return
             running, done = ended
-            counts[self._keep(running, done)] += 1
-            dones.append(done)
-            self._say_how_it_goes(number, num_asked, dones, time.monotonic() - began)
-        speculation = total(done.speculation for done in dones)
-        num_tokens = sum(done.usage.completion_tokens for done in dones)
-        made = Round(
-            number=number,
-            num_answers=len(dones),
-            num_rows=counts["rows"],
-            num_heldout=counts["heldout"],
-            num_unusable=counts["unusable"],
-            speculation=speculation,
-            num_tokens=num_tokens,
-            seconds=time.monotonic() - began,
-            drafter_version=self._engine.drafter_version,
-        )
+            made.add(done, self._keep(running), self._engine.drafter_version)
+            self._say_how_it_goes(made, done)
+            if made.num_answers % KEEP_HOUSE_EVERY == 0:
+                self._store.delete(self._ledger.keep_newest_durable(self._max_trained_rows))
         self._tell(made)
 
     def _is_known(self, number: int, index: int, prompt: Prompt) -> bool:
@@ -267,12 +266,12 @@ class PromptProducer:
 
     # --- an answer becomes a row ---
 
-    def _keep(self, running: _Running, done: Done) -> str:
-        """What became of it: rows, heldout or unusable."""
+    def _keep(self, running: _Running) -> str:
+        """What became of it."""
         turn = self._turns.fetch(running.session_id)
         row = None if turn is None else row_of(turn)
         if turn is None or row is None:
-            return "unusable"
+            return UNUSABLE
         meta = SampleMeta(
             sample_id=running.sample_id,
             run_id=self._run_id,
@@ -283,13 +282,13 @@ class PromptProducer:
         )
         ref = self._put(meta, row)
         if ref is None:
-            return "unusable"
-        self._known.add(running.sample_id)
+            return UNUSABLE
         self._ledger.commit(ref, "heldout" if running.is_heldout else "train")
         if running.is_heldout:
-            return "heldout"
+            self._known.add(running.sample_id)
+            return HELDOUT
         self._channel.publish(ref)
-        return "rows"
+        return ROW
 
     def _put(self, meta: SampleMeta, row: FeatureRow) -> SampleRef | None:
         """Store the row, waiting for rows that were trained to become durable and give up their room; None if nobody will
@@ -322,18 +321,17 @@ class PromptProducer:
         if time.monotonic() - self._asked_at >= self._config.swap_every_s:
             self._ask_for_drafter()
 
-    def _say_how_it_goes(self, number: int, num_asked: int, dones: Sequence[Done], seconds: float) -> None:
+    def _say_how_it_goes(self, made: Round, done: Done) -> None:
+        self._recent.append(done.speculation)
         rounds = "" if self._config.max_rounds is None else f" of {self._config.max_rounds}"
-        num_tokens = sum(done.usage.completion_tokens for done in dones)
-        last = total(done.speculation for done in dones[-4 * self._config.concurrency :])
         flow = self._channel.figures()
         self._show(
             {
-                "round": f"{number}{rounds}",
-                "answers": f"{len(dones)} of {num_asked}",
-                "tokens/s": f"{num_tokens / max(seconds, 1e-9):.0f}",
-                "acceptance length": f"{last.mean_acceptance_length:.2f}",
-                "drafter": self._engine.drafter_version,
+                "round": f"{made.number}{rounds}",
+                "answers": f"{made.num_answers} of {made.num_asked}",
+                "tokens/s": f"{made.tokens_per_s:.0f}",
+                "acceptance length": f"{total(self._recent).mean_acceptance_length:.2f}",
+                "drafter": made.drafter_version,
                 "ahead of the trainer": f"{flow.num_outstanding} rows{'' if flow.is_open else ', waiting'}",
             }
         )

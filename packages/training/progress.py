@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from training.interleaved_producer import Round
+from training.interleaved_producer import HELDOUT, ROW, UNUSABLE, Round
 from training.learner import StepResult
 from training.publish import Published, Verdict
 
@@ -135,8 +135,8 @@ class Progress:
     def produced(self, made: Round) -> None:
         self._write("round", **made.figures)
         self._say(
-            f"round {made.number}: {made.num_answers} answers, {made.num_rows} rows, {made.num_heldout} held out, "
-            f"{made.num_unusable} unusable, {made.tokens_per_s:.0f} tokens/s, acceptance length "
+            f"round {made.number}: {made.num_answers} answers, {made.kept[ROW]} rows, {made.kept[HELDOUT]} held out, "
+            f"{made.kept[UNUSABLE]} unusable, {made.tokens_per_s:.0f} tokens/s, acceptance length "
             f"{made.speculation.mean_acceptance_length:.3f} (drafter {made.drafter_version})"
         )
 

@@ -24,8 +24,9 @@ from runtime.features.memory import MemoryStore
 from runtime.features.tap import CapturedTurn
 from runtime.hidden_states import HiddenStates
 from runtime.models import Tokenizer
+from training import interleaved_producer
 from training.config import ProducerConfig
-from training.interleaved_producer import Handover, PromptProducer, Round, TurnBox, row_of
+from training.interleaved_producer import HELDOUT, ROW, Handover, PromptProducer, Round, TurnBox, row_of
 from training.interleaved_prompts import Prompt
 from training.start import from_scratch
 
@@ -47,7 +48,7 @@ class Stage:
     rounds: list[Round] = field(default_factory=list)
     shown: list[dict[str, str]] = field(default_factory=list)
 
-    def producer(self, num_prompts: int, **settings: Any) -> PromptProducer:
+    def producer(self, num_prompts: int, max_trained_rows: int = 1000, **settings: Any) -> PromptProducer:
         prompts = [Prompt(f"p{n}", tuple(self.tokenizer.encode(f"Question {n}?"))) for n in range(num_prompts)]
         return PromptProducer(
             self.engine,
@@ -60,6 +61,7 @@ class Stage:
             run_id="run",
             seed=0,
             max_heldout_rows=4,
+            max_trained_rows=max_trained_rows,
             handover=self.handover,
             show=lambda figures: self.shown.append(dict(figures)),
             tell=self.rounds.append,
@@ -88,7 +90,7 @@ def test_every_prompt_becomes_a_row_in_every_round(stage: Stage) -> None:
     assert sorted(stage.taken()) == sorted(2 * [f"prompt/p{n}" for n in range(7)])
     assert stage.channel.consumer.is_over
     assert stage.ledger.status()["pending"] == 14
-    assert [(made.number, made.num_answers, made.num_rows) for made in stage.rounds] == [(1, 7, 7), (2, 7, 7)]
+    assert [(made.number, made.num_answers, made.kept[ROW]) for made in stage.rounds] == [(1, 7, 7), (2, 7, 7)]
     assert stage.rounds[0].num_tokens == 7 * 12
     assert stage.engine.list_sessions() == []
     assert stage.shown[-1]["answers"] == "7 of 7"
@@ -110,7 +112,7 @@ def test_what_is_held_out_is_not_published_and_asked_once(stage: Stage) -> None:
     held = {ref.source for ref in stage.ledger.heldout()}
     assert len(held) == 2
     assert held.isdisjoint(stage.taken())
-    assert [(made.num_rows, made.num_heldout) for made in stage.rounds] == [(6, 2), (6, 0)]
+    assert [(made.kept[ROW], made.kept[HELDOUT]) for made in stage.rounds] == [(6, 2), (6, 0)]
 
 
 def test_held_out_prompts_are_the_same_in_every_process_and_bounded(stage: Stage) -> None:
@@ -126,6 +128,17 @@ def test_rows_that_are_durable_are_not_made_again(stage: Stage) -> None:
     stage.channel = RefChannel(Watermarks(100, 50, 1 << 24, 1 << 24), Quantum(1, 0))
     stage.producer(4).drive(NEVER)
     assert stage.rounds[-1].num_answers == 1
+
+
+def test_trained_rows_beyond_those_to_replay_give_up_their_memory(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaved_producer, "KEEP_HOUSE_EVERY", 4)
+    stage.producer(8).drive(NEVER)
+    leased = [ref.sample_id for ref in stage.ledger.lease("run", 8, 60.0)]
+    stage.ledger.record_checkpoint("run", "one", 1, leased)
+    stage.channel = RefChannel(Watermarks(100, 50, 1 << 24, 1 << 24), Quantum(1, 0))
+    stage.producer(12, max_trained_rows=3).drive(NEVER)
+    assert stage.rounds[-1].num_answers == 4
+    assert stage.store.health().num_rows == 4 + 3
 
 
 def test_a_stop_in_the_middle_of_answers_ends_them_and_closes(stage: Stage) -> None:

@@ -84,7 +84,7 @@ def test_it_answers_learns_swaps_judges_saves_and_draws(state, prompts: Path) ->
 def test_killed_and_started_again_it_makes_only_what_is_not_durable(state, prompts: Path) -> None:
     settings = ["producer.max_rounds=2", "trainer.checkpoint_every_steps=2", "producer.concurrency=2"]
     with subprocess.Popen(command(state, prompts, *settings), stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(events(state, "saved")) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_a_signal_stops_both_sides(state, prompts: Path) -> None:
     with subprocess.Popen(
         command(state, prompts, "producer.max_rounds=null"), stderr=subprocess.PIPE, text=True, env=os.environ
     ) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(events(state, "step")) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)

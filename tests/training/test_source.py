@@ -133,7 +133,7 @@ def test_two_trainers_of_one_run_share_the_rows(state, serve) -> None:
         )
         for n in range(2)
     ]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all(steps(state.root.parent / f"machine{n}", f"default@{n}") for n in range(2)):  # rows keep coming until both work
         assert time.monotonic() < deadline
         if state.ledger.status()["pending"] < 4:

@@ -1,14 +1,19 @@
 """Steps that run on the device as a whole, for the sessions whose tokens need no look by the host: plain greedy decoding.
 
-A target that can (`Fuses`) gives a decoder that drafts, verifies and accepts without the host in between; what a step emitted
-comes back at once for all its sessions. Everything else, prompts among it, goes the general way of `step`, and a session may
-change from one way to the other at any step. Stops and length limits cut what was emitted, as there.
+A target that can (`Fuses`) gives a decoder that drafts, verifies and accepts without the host in between. While the host looks
+at the tokens of one step, the device makes the next: who turns out to have ended meanwhile is left out when it is collected.
+
+    device   | step 1     | step 2     | step 3     |
+    host       launch 1     collect 1, launch 2, take 1    collect 2, launch 3, take 2
+
+Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
+step. Stops and length limits cut what was emitted, as there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -16,15 +21,16 @@ from runtime.backends.base import Target
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
+from runtime.drafters.none import NoDrafter
 from runtime.eagle3.model import Eagle3Model
 from runtime.engine.drafting import Drafting
 from runtime.engine.work import Work
+from runtime.errors import EngineUnavailable
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import Costs
 from runtime.speculation.depth import Ask, Pacer, Shape
-from runtime.types import SamplingParams
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 
@@ -42,8 +48,17 @@ class Decoder(Protocol):
         """Draft with this network from the next step on. False, and no change, if it cannot."""
         ...
 
-    def step(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> tuple[list[list[int]], HiddenStates]:
-        """New tokens of each, the last of them pending (-1: no finite logits), and states [n, depth + 1, ...] of the rows."""
+    def can_continue(self, cache: int, depth: int) -> bool:
+        """Whether another step of this sequence needs nothing of the host."""
+        ...
+
+    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> None:
+        """Begin a step. Histories include the pending token; those of caches that can continue are not looked at."""
+        ...
+
+    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
+        """End it: new tokens of each, the last of them pending (-1: no finite logits), and states [n, depth + 1, ...] of its
+        rows. What is no longer wanted changes nothing."""
         ...
 
     def leave(self, cache: int) -> None:
@@ -71,6 +86,16 @@ class Outcome:
     hidden: HiddenStates
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step that is under way."""
+
+    works: list[Work]
+    caches: list[int]
+    depth: int
+    started: float
+
+
 class FusedSteps:
     def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig) -> None:
         self._info, self._drafting = target.info, drafting
@@ -79,6 +104,7 @@ class FusedSteps:
         self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH))
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
+        self._flight: _Flight | None = None
 
     def prepare(self, num_sequences: int) -> None:
         """Before the first step: have everything compiled and measured."""
@@ -87,9 +113,10 @@ class FusedSteps:
         if self._is_adaptive:
             self._pacer.costs = Costs(seconds)
 
+    # --- who runs here ---
+
     def split(self, works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
         """Those that run here, and those that go the general way."""
-        self._load()
         here: list[Work] = []
         rest: list[Work] = []
         for work in works:
@@ -104,22 +131,22 @@ class FusedSteps:
         if session.cache is not None:
             self._decoder.leave(session.cache)
 
-    def run(self, works: Sequence[Work]) -> list[Outcome]:
-        """One step for these; those that draft and those that do not are a step each."""
-        context = sum(work.request.session.cached for work in works) // max(len(works), 1)
-        self._choose(works, context)
-        outcomes: list[Outcome] = []
-        for is_drafting in (True, False):
-            part = [work for work in works if bool(work.shape.depth) == is_drafting]
-            if part:
-                outcomes += self._step(part, max(work.shape.depth for work in part), context)
-        return outcomes
+    def _takes(self, work: Work) -> bool:
+        """Whether the device alone can say what comes next, and draft for it."""
+        request = work.request
+        is_plain = request.params.is_greedy and not request.params.logprobs and request.processor.is_plain
+        if not (is_plain and work.is_decode and self._has_room(work, 0)):
+            return False
+        drafter = self._drafter_for(work)
+        return drafter is None or (drafter is self._drafting.active and (drafter is not self._loaded or self._can_draft))
 
-    def record(self, outcome: Outcome, path: Sequence[int]) -> None:
-        """What became of a draft: the nodes that were accepted."""
-        work = outcome.work
-        if work.ask is not None and work.shape.depth:
-            self._pacer.record(work.ask, work.shape, work.draft, path)
+    def _has_room(self, work: Work, num_new: int) -> bool:
+        """Whether another step stays within the model's positions, so many tokens from now."""
+        return len(work.request.session.history) + num_new + self._decoder.max_depth + 1 <= self._info.max_positions
+
+    def _drafter_for(self, work: Work) -> Drafter | None:
+        drafter = self._drafting.drafter_for(work.request)
+        return None if isinstance(drafter, NoDrafter) else drafter
 
     def _load(self) -> None:
         active = self._drafting.active
@@ -129,64 +156,121 @@ class FusedSteps:
             self._loaded = active
             self._can_draft = isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
 
-    def _takes(self, work: Work) -> bool:
-        """Whether the device alone can say what comes next, and draft for it."""
-        request = work.request
-        if not work.is_decode or not request.processor.is_plain or not _is_simple(request.params):
-            return False
-        if len(request.session.history) + self._decoder.max_depth + 1 > self._info.max_positions:
-            return False
-        drafter = self._drafting.drafter_for(request)
-        return drafter is None or (drafter is self._loaded and self._can_draft)
+    # --- steps ---
 
-    def _choose(self, works: Sequence[Work], context: int) -> None:
-        """A depth for each, as the pacer has it: here all drafts are chains, and those that draft share the greatest depth."""
+    def run(self, works: Sequence[Work]) -> list[Outcome]:
+        """What the step under way emits for those of these that are in it; what a step emits for these, if none is."""
+        flight, self._flight = self._flight, None
+        outcomes = [] if flight is None else self._collect(flight, works)
+        self._load()  # nothing is under way: a swap takes effect here
+        if not outcomes and self._can_draft_all(works):
+            for part, depth in self._parts(works):
+                outcomes += self._collect(self._launch(part, depth), part)
+        self._take_off(works, {id(outcome.work): outcome for outcome in outcomes})
+        return outcomes
+
+    def _can_draft_all(self, works: Sequence[Work]) -> bool:
+        """False for one step after a swap to a drafter that cannot run here: its sessions go the general way from then on."""
+        return self._can_draft or all(self._drafter_for(work) is None for work in works)
+
+    def _take_off(self, works: Sequence[Work], outcomes: Mapping[int, Outcome]) -> None:
+        """Begin the step after this one for all that it may have, unless the host is needed first."""
+        going: list[Work] = []
+        continuing: set[int] = set()
+        for work in works:
+            outcome = outcomes.get(id(work))
+            num_new = 0 if outcome is None else len(outcome.verdict.token_ids)
+            if work.request.num_remaining > num_new and self._has_room(work, num_new):
+                going.append(Work(work.request, work.token_ids, is_last_chunk=True))
+                if outcome is not None:
+                    continuing.add(id(work.request))
+        parts = self._parts(going) if self._can_draft_all(going) else []
+        if len(parts) != 1:
+            return
+        part, depth = parts[0]
+        if all(id(work.request) not in continuing or self._decoder.can_continue(_cache(work), depth) for work in part):
+            try:
+                self._flight = self._launch(part, depth)
+            except EngineUnavailable:  # no room for it; the tokens of this step are not to suffer, and the next one will ask again
+                return
+
+    def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:
+        """Those that draft, and how deep, and those that do not. The pacer says it; here all drafts are chains, and those that
+        draft share the greatest depth."""
         drafting: list[Work] = []
         for work in works:
-            work.drafter = self._drafting.drafter_for(work.request)
+            work.drafter = self._drafter_for(work)
             if work.drafter is not None:
                 work.ask = Ask(work.drafter.version, _limit(work))
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
-        shapes = self._pacer.choose(asks, len(works), context) if asks else []
+        shapes = self._pacer.choose(asks, len(works), _context(works)) if asks else []
         depth = min(max((shape.depth for shape in shapes), default=0), self._decoder.max_depth)
         for work, shape in zip(drafting, shapes, strict=True):
             work.shape = Shape(depth if shape.depth else 0)
+        parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
+        return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _step(self, works: list[Work], depth: int, context: int) -> list[Outcome]:
-        started = time.perf_counter()
-        sessions = [work.request.session for work in works]
-        caches = [session.cache for session in sessions if session.cache is not None]
-        tokens, hidden = self._decoder.step(caches, [session.history for session in sessions], depth)
-        self._record(works, depth, context, time.perf_counter() - started)
+    def _launch(self, works: list[Work], depth: int) -> _Flight:
+        caches = [_cache(work) for work in works]
+        flight = _Flight(works, caches, depth, time.perf_counter())
+        self._decoder.launch(caches, [work.request.session.history for work in works], depth)
+        return flight
+
+    def _collect(self, flight: _Flight, works: Sequence[Work]) -> list[Outcome]:
+        """Outcomes of the step for those of these that are in it, with the cache that they had when it began."""
+        present = {id(work.request): work for work in works}
+        mine: list[Work | None] = []
+        for launched, cache in zip(flight.works, flight.caches, strict=True):
+            work = present.get(id(launched.request))
+            mine.append(None if work is None or work.request.session.cache != cache else work)
+        tokens, hidden = self._decoder.collect([work is not None for work in mine])
+        self._record_cost(flight, time.perf_counter() - flight.started)
         outcomes = []
-        for index, (work, new) in enumerate(zip(works, tokens, strict=True)):
+        for index, (work, launched, new) in enumerate(zip(mine, flight.works, tokens, strict=True)):
+            if work is None:
+                continue
             path = list(range(len(new) - 1))
-            if work.drafter is not None and depth:
+            work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
+            if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
-                work.draft = Draft(new[:-1] + [0] * (depth - len(path)))  # as many nodes; which the others were is of no use
+                work.draft = Draft(new[:-1] + [0] * (flight.depth - len(path)))  # nobody asks which the refused ones were
             rows = HiddenStates(hidden.aux[index, : len(new)], hidden.last[index, : len(new)])
             outcomes.append(Outcome(work, Verdict(new, path), rows))
         return outcomes
 
-    def _record(self, works: Sequence[Work], depth: int, context: int, seconds: float) -> None:
+    # --- what the pacer learns ---
+
+    def record(self, outcome: Outcome) -> None:
+        """What became of a draft: the nodes that were accepted."""
+        work = outcome.work
+        if work.ask is not None and work.shape.depth:
+            self._pacer.record(work.ask, work.shape, work.draft, outcome.verdict.path)
+
+    def _record_cost(self, flight: _Flight, seconds: float) -> None:
         """What a step costs: a plain one is a forward; a drafting one is a forward and what came on top."""
-        costs, drafter = self._pacer.costs, works[0].drafter
+        costs, drafter, num = self._pacer.costs, flight.works[0].drafter, len(flight.works)
         if costs is None:
             return
-        num = len(works)
-        if not depth:
+        context = _context(flight.works)
+        if not flight.depth:
             costs.record_forward(num, num, context, seconds)
         elif drafter is not None:
-            forward = costs.forward(num, num * (depth + 1), context)
-            costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))
+            forward = costs.forward(num, num * (flight.depth + 1), context)
+            costs.record_proposal(drafter.version, 1, num, flight.depth, max(seconds - forward, 0.0))
+
+
+def _cache(work: Work) -> int:
+    cache = work.request.session.cache
+    assert cache is not None
+    return cache
+
+
+def _context(works: Sequence[Work]) -> int:
+    return sum(work.request.session.cached for work in works) // max(len(works), 1)
 
 
 def _limit(work: Work) -> int:
     request = work.request
     asked = request.params.max_draft_tokens
     return request.num_remaining if asked is None else min(asked, request.num_remaining)
-
-
-def _is_simple(params: SamplingParams) -> bool:
-    return params.is_greedy and not params.logprobs

@@ -218,7 +218,7 @@ class Stepper:
                 return
             num_taken = request.take(outcome.verdict, _NO_LOGITS)
             path = outcome.verdict.path[:num_taken]
-            fused.record(outcome, outcome.verdict.path)
+            fused.record(outcome)
             self._count(work, num_taken, len(path))
         rows = work.rows(path)
         if len(rows) < len(outcome.hidden):

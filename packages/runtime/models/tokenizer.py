@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jinja2.exceptions import TemplateError
 from runtime.errors import InvalidRequest, ModelError
 from runtime.models.fingerprint import read_json
 
+DECODED_FEW = 2**16  # decodings of a few tokens that are kept, some megabytes
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -40,6 +41,8 @@ class Tokenizer:
         self._special_pattern = re.compile("|".join(map(re.escape, contents))) if contents else None
         self.eos_token_ids = eos_token_ids
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        # Streams decode one or two tokens at a time, and the same ones again and again.
+        self._decode_few = lru_cache(maxsize=DECODED_FEW)(lambda ids: self.decode(ids))
         self._max_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @staticmethod
@@ -142,7 +145,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self) -> StreamDecoder:
-        return StreamDecoder(self._backend, self._special_ids)
+        return StreamDecoder(self._backend, self._special_ids, self._decode_few)
 
 
 class StreamDecoder:
@@ -152,9 +155,12 @@ class StreamDecoder:
     text. Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], decode: Callable[[tuple[int, ...]], str]
+    ) -> None:
         self._backend = backend
         self._special_ids = special_ids
+        self._decode = decode
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
@@ -167,22 +173,19 @@ class StreamDecoder:
         self._pending.append(token_id)
         if _BYTE_TOKEN.fullmatch(token):
             return ""  # a run of byte tokens is decoded as a whole: one bad byte at its end changes all of it
-        text = self._decode(self._context + self._pending)
+        text = self._decode((*self._context, *self._pending))
         return "" if text.endswith(_REPLACEMENT) else self._emit(text)
 
     def flush(self) -> str:
         """The rest, incomplete as it may be."""
-        return self._emit(self._decode(self._context + self._pending)) if self._pending else ""
+        return self._emit(self._decode((*self._context, *self._pending))) if self._pending else ""
 
     def _emit(self, text: str) -> str:
         new = text[len(self._context_text) :]
         if new:
             self._context, self._pending = self._pending, []
-            self._context_text = self._decode(self._context)
+            self._context_text = self._decode(tuple(self._context))
         return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
 
 def _eos_token_ids(path: Path, fallback: int | None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@
                  committed, seen by all  | new: node i is seen by node r if i is r or its ancestor
 
 A program does one sequence, one K/V head, BM pairs of (row, query head of that K/V head) and one part of the keys. Parts are
-merged by the kernel that follows (`merge_linear_kernel`), so a single long sequence fills the device too. Block 0 is dead: it
+merged by the kernel that follows (`merge_kernel`), so a single long sequence fills the device too. Block 0 is dead: it
 stands where blocks were dropped or never taken, padded rows write to it, and nobody reads it.
 """
 
@@ -82,15 +82,18 @@ def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows,
             seen &= live[None, :] & ((age < window) | (key_position < sink)[None, :])
             if LAYER_WINDOW > 0:
                 seen &= age < LAYER_WINDOW
-            new_best = tl.maximum(best, tl.max(tl.where(seen, scores, -1e30), 1))
+            scores = tl.where(seen, scores, -1e30)
+            new_best = tl.maximum(best, tl.max(scores, 1))
             p = tl.where(seen, tl.exp2(scores - new_best[:, None]), 0.0)
             fade = tl.exp2(best - new_best)
             total = total * fade + tl.sum(p, 1)
             v = tl.load(values + base[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [BN, D]
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
             best = new_best
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        has_any = total > 0  # a part of the keys may hold none that a row sees
+        total = tl.where(has_any, total, 1.0)
+        acc = acc / total[:, None]
         if SPLITS > 1:
             at += split.to(tl.int64) * stride_split * HEADS
-            tl.store(lse + at, tl.where(total > 0, best + tl.log2(total), -1e30), mask=ok)
+            tl.store(lse + at, tl.where(has_any, best + tl.log2(total), -1e30), mask=ok)
         tl.store(out + at[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None])

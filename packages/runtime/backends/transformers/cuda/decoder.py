@@ -26,7 +26,7 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.draft_network import DraftNetwork, can_fuse
 from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows, next_power_of_2
 from runtime.backends.transformers.cuda.pool import TABLE_ROWS
-from runtime.backends.transformers.cuda.target import MAX_SEQUENCES, CudaTarget, bucket
+from runtime.backends.transformers.cuda.target import MAX_SEQUENCES, CudaTarget, Graphs, bucket
 from runtime.eagle3.model import Eagle3Model
 from runtime.hidden_states import HiddenStates
 
@@ -45,6 +45,16 @@ class _Sequence:
     primed: int = 0  # the drafter has K/V of so many positions
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched and not collected yet."""
+
+    tables: list[Table]
+    sequences: list[_Sequence]
+    num: int
+    depth: int
+
+
 class FusedDecoder:
     """Steps of a `CudaTarget`'s sequences, with a drafter or without. One thread at a time, the target's."""
 
@@ -59,6 +69,9 @@ class FusedDecoder:
         self._host_result = torch.zeros(self._result.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sequences: WeakKeyDictionary[Table, _Sequence] = WeakKeyDictionary()
         self._seats = [0] * MAX_SEQUENCES  # what _table_rows holds
+        self._graphs = Graphs(device)
+        self._arrival = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # of the result on the host
+        self._flight: _Flight | None = None
         self._plans: dict[tuple[int, int], _Plan] = {}
         self._target_head = Head(target.lm_head, MAX_SEQUENCES * self._recent)
         self._buffers = Buffers(MAX_SEQUENCES * self._recent, target.network.geometry, target.embedding.dtype, device)
@@ -98,32 +111,55 @@ class FusedDecoder:
         if self._sequences.pop(table, None):
             self._target.pool.blocks.trim(table)
 
-    @torch.inference_mode()
-    def step(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> tuple[list[list[int]], HiddenStates]:
-        """One step of each sequence; its new tokens, at least one, the last of which is pending. -1: no logit was finite.
+    def can_continue(self, cache: int, depth: int) -> bool:
+        """Whether the device has all that another step of this sequence needs, its pending token too."""
+        table = self._target.pool[cache]
+        sequence = self._sequences.get(table)
+        return sequence is not None and self._is_ready(table, sequence, depth)
 
-        histories[i] are all its tokens, the pending one last, which is the only one without K/V. At most `max_sequences`, and
-        none may come closer than `depth` tokens to the model's last position. K/V of all new tokens but the last is committed.
-        The states are those of the rows that were verified, aux [n, depth + 1, 3H] and last [n, depth + 1, H].
+    @torch.inference_mode()
+    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> None:
+        """Begin a step of these sequences; `collect` ends it, and comes before the next.
+
+        histories[i] are all its tokens, the pending one last, which is the only one without K/V; nobody looks at those of a
+        sequence that `can_continue`. At most `max_sequences`, and none may come closer than `depth` tokens to the model's last
+        position.
         """
         pool = self._target.pool
         tables = [pool[cache] for cache in caches]
-        sequences = [self._sequences.setdefault(table, _Sequence()) for table in tables]
         if any(len(table.blocks) * BLOCK_TOKENS < table.length + depth + 1 for table in tables):
             pool.reserve(tables, [depth + 1 + AHEAD_TOKENS] * len(tables))
         elif any(table.row is None or table.may_share or table.first_stale < len(table.blocks) for table in tables):
             pool.reserve(tables, [depth + 1] * len(tables))
-        for table, sequence, history in zip(tables, sequences, histories, strict=True):
-            assert len(history) == table.length + 1, "only the pending token may lack K/V"
-            self._bring_up(table, sequence, history, depth)
+        sequences = []
+        for table, history in zip(tables, histories, strict=True):
+            sequence = self._sequences.setdefault(table, _Sequence())
+            if not self._is_ready(table, sequence, depth):
+                self._bring_up(table, sequence, history, depth)
+            sequences.append(sequence)
         num = bucket(len(tables))
-        tokens = self._run([sequence.row for sequence in sequences], num, depth)
-        for table, sequence, new in zip(tables, sequences, tokens, strict=True):
+        self._start([sequence.row for sequence in sequences], num, depth)
+        self._flight = _Flight(tables, sequences, num, depth)
+
+    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
+        """Wait for the step that was launched: new tokens of each sequence, at least one, the last of which is pending.
+
+        K/V of all new tokens but the last is committed then. -1 stands where no logit was finite. The states are those of the
+        rows that were verified, aux [n, depth + 1, 3H] and last [n, depth + 1, H]. What is no longer wanted changes nothing.
+        """
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        num, depth = flight.num, flight.depth
+        hidden = self._buffers.hidden[: num * (depth + 1)].clone().view(num, depth + 1, -1)
+        tokens = self._wait(len(flight.tables), num, depth)
+        for table, sequence, new, is_wanted in zip(flight.tables, flight.sequences, tokens, still_wanted, strict=True):
+            if not is_wanted:
+                sequence.length = -1  # the device went on alone
+                continue
             sequence.primed = sequence.length if depth else sequence.primed
             sequence.length += len(new)
             sequence.fresh = len(new)
-            pool.advance(table, len(new), keep_tail=True)
-        hidden = self._buffers.hidden[: num * (depth + 1)].clone().view(num, depth + 1, -1)
+            self._target.pool.advance(table, len(new), keep_tail=True)
         split = 3 * self._target.info.hidden_size
         return tokens, HiddenStates(hidden[:, :, :split], hidden[:, :, split:])
 
@@ -132,25 +168,30 @@ class FusedDecoder:
         seconds = {}
         for num in sorted({bucket(n) for n in range(1, min(num_sequences, MAX_SEQUENCES) + 1)}):
             for depth in range(1 if self._network is None else self.max_depth + 1):
-                self._run([], num, depth)
+                self._start([], num, depth)
             taken = []
             for _ in range(WARM_UP_ROUNDS):
                 started = time.perf_counter()
-                self._run([], num, 0)
+                self._start([], num, 0)
+                self._wait(0, num, 0)
                 taken.append(time.perf_counter() - started)
             seconds[num] = min(taken)
         return seconds
 
     # --- between host and device ---
 
+    def _is_ready(self, table: Table, sequence: _Sequence, depth: int) -> bool:
+        """Whether the device's state holds, and the drafter is no further behind than one step."""
+        holds = sequence.row == table.row and sequence.length == table.length
+        return holds and (not depth or sequence.primed >= table.length - sequence.fresh)
+
     def _bring_up(self, table: Table, sequence: _Sequence, history: Sequence[int], depth: int) -> None:
         """Write the device's state where it does not hold, and let the drafter catch up where it is far behind."""
         assert table.row is not None
-        is_known = sequence.row == table.row and sequence.length == table.length
-        if is_known and (not depth or sequence.primed >= table.length - sequence.fresh):
-            return
-        if not is_known:  # what the drafter has of a row depends on the token behind it, which a truncation may have changed
-            sequence.primed = min(sequence.primed, table.length - 1, max(sequence.length - 1, 0))
+        assert len(history) == table.length + 1, "only the pending token may lack K/V"
+        if sequence.row != table.row or sequence.length != table.length:
+            # What the drafter has of a row depends on the token behind it, which a truncation may have changed.
+            sequence.primed = min(sequence.primed, max(table.length - 1, 0), max(sequence.length - 1, 0))
         sequence.row, sequence.length, sequence.fresh = table.row, table.length, 1
         window = NO_WINDOW if table.policy.window is None else table.policy.window
         state = torch.tensor([table.length, 1, table.policy.sink, window, history[-1]], dtype=torch.int32)
@@ -174,18 +215,24 @@ class FusedDecoder:
         buffers = Buffers(end - first, network.geometry, network.fc.dtype, device)
         self._catch_up(network, rows, buffers.x, buffers)
 
-    def _run(self, rows: list[int], num: int, depth: int) -> list[list[int]]:
-        """A step of these rows of the table, and of nobody in the places up to `num`; what it emitted."""
+    def _start(self, rows: list[int], num: int, depth: int) -> None:
+        """A step of these rows of the table, and of nobody in the places up to `num`; its result comes to the host."""
         seats = rows + [0] * (num - len(rows))
         if seats != self._seats[:num]:
             self._seats = seats + [0] * (MAX_SEQUENCES - num)
             self._table_rows.copy_(torch.tensor(self._seats, dtype=torch.int32), non_blocking=True)
-        self._target.graphs.run(("step", num, depth), partial(self._launch, num, depth))
+        self._graphs.run((num, depth), partial(self._launch, num, depth))
         size = num * (depth + 2)
         self._host_result[:size].copy_(self._result[:size], non_blocking=True)
-        if self._target.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return [row[1 : 1 + row[0]] for row in self._host_result[:size].view(num, depth + 2)[: len(rows)].tolist()]
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def _wait(self, num_rows: int, num: int, depth: int) -> list[list[int]]:
+        """What the step emitted, row by row."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        size = num * (depth + 2)
+        return [row[1 : 1 + row[0]] for row in self._host_result[:size].view(num, depth + 2)[:num_rows].tolist()]
 
     # --- the launches of one step ---
 

@@ -191,7 +191,7 @@ class FusedSteps:
         if all(id(work.request) not in continuing or self._decoder.can_continue(_cache(work), depth) for work in part):
             try:
                 self._flight = self._launch(part, depth)
-            except EngineUnavailable:  # no room for it; the tokens of this step are not to suffer, and the next one will ask again
+            except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
                 return
 
     def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:

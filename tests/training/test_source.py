@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import trustme
 
 from runtime.errors import ConfigError, EngineUnavailable
 from runtime.registry import Registry, VersionState
 from training.app import run
 from training.config import Mode, RemoteConfig, TrainingConfig
 
-READY = re.compile(r"ready http=\S+ grpc=127\.0\.0\.1:(\d+)")
+READY = re.compile(r"ready https?=\S+ grpc=127\.0\.0\.1:(\d+)")
 KEY = "the-key-of-a-trainer"
 
 
@@ -81,16 +82,20 @@ def elsewhere(state, **changes: object):
 
 
 def test_it_learns_from_a_server_and_stages_what_is_better_there(state, serve, tmp_path: Path) -> None:
-    """With a key, from its first row to a version that the server serves."""
+    """With a key and over TLS, from its first row to a version that the server serves."""
     names = state.add(range(24))
     state.add(range(200, 208), split="heldout")
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps([{"name": "trainer", "key": KEY, "admin": True}]))
     (tmp_path / "key").write_text(f"{KEY}\n")
-    server = serve(f"auth.keys_file={keys}", "drafter=ngram")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    tls = [f"tls.{name}={tmp_path / 'server.pem'}" for name in ("certificate", "private_key")]
+    server = serve(f"auth.keys_file={keys}", *tls, "drafter=ngram")
     settings = {
-        "source": server.source,
-        "remote": RemoteConfig(api_key_file=str(tmp_path / "key")),
+        "source": server.source.replace("grpc://", "grpcs://"),
+        "remote": RemoteConfig(api_key_file=str(tmp_path / "key"), ca=str(tmp_path / "ca.pem")),
         "data__passes": 12,
         "trainer__learning_rate": 3e-3,
         "trainer__idle_timeout_s": 1.0,

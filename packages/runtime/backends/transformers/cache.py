@@ -67,9 +67,8 @@ class KVCache(Rows):
 
     def _allocate(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
-        # Zeros, not garbage: attention may multiply rows not yet written by a weight of 0.
         keys, values = (
-            torch.zeros(shape.num_layers, shape.num_kv_heads, capacity, dim, dtype=shape.dtype, device=shape.device)
+            torch.empty(shape.num_layers, shape.num_kv_heads, capacity, dim, dtype=shape.dtype, device=shape.device)
             for dim in (shape.key_dim, shape.value_dim)
         )
         return keys, values

@@ -24,9 +24,9 @@ POLICIES = [
     CachePolicy(window=500),
 ]
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 12},  # in all layers
-    "gemma3_text": {"sliding_window": 12},  # in some
+    "llama": {"num_hidden_layers": 4},
+    "mistral": {"num_hidden_layers": 4, "sliding_window": 12},  # in all layers
+    "gemma3_text": {"num_hidden_layers": 6, "sliding_window": 12},  # in all but the last
 }
 
 

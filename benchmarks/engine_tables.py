@@ -13,8 +13,8 @@ def page(result: Row) -> str:
     prompts = result["prompts"]
     head = (
         f"{result['model']} in {result['dtype']} on {result['device']} ({result['backend']}, {result['numerics']} numerics, "
-        f"{result['threads']} threads), drafter {result['drafter_version']}, adaptive to depth {result['adaptive_depth']}, greedy, "
-        f"{prompts['used']} prompts of {', '.join(prompts['files'])} ({prompts['too_long']} too long)"
+        f"{result['threads']} threads), drafter {result['drafter_version']}, adaptive to depth {result['adaptive_depth']}, "
+        f"greedy, {prompts['used']} prompts of {', '.join(prompts['files'])} ({prompts['too_long']} too long)"
     )
     parts = [head, *(SECTIONS[name](section, result["plan"]) for name, section in result["sections"].items())]
     parts.append("\n".join(f"- {name}: {value}" for name, value in result["machine"].items()))

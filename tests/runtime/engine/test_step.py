@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -17,6 +19,9 @@ from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.drafting import clip
+from runtime.engine.local import LocalEngine
+from runtime.engine.request import Request
+from runtime.speculation import Uniforms
 from runtime.speculation.costs import Costs
 from runtime.types import DrafterPolicy, SamplingParams, SessionOptions
 
@@ -322,7 +327,7 @@ def test_many_threads_cancel_trees_at_any_time(make_engine: MakeEngine) -> None:
 ADAPTIVE = SpeculationConfig(shape=TreeShape.AUTO)
 
 
-def eagle(target: Target, seed: int = 0) -> Eagle3Drafter:
+def eagle(target: Target, seed: int = 0, ids: Sequence[int] = range(0, 256, 4)) -> Eagle3Drafter:
     """A draft network that has learned nothing."""
     info = target.info
     config = Eagle3Config(
@@ -332,11 +337,10 @@ def eagle(target: Target, seed: int = 0) -> Eagle3Drafter:
         num_key_value_heads=1,
         head_dim=16,
         vocab_size=info.vocab_size,
-        draft_vocab_size=64,
+        draft_vocab_size=len(ids),
         max_position_embeddings=info.max_positions,
     )
-    ids = torch.arange(0, 4 * 64, 4)
-    model = Eagle3Model(config, DraftVocabulary(ids, info.vocab_size), target.embedding)
+    model = Eagle3Model(config, DraftVocabulary(torch.tensor(ids), info.vocab_size), target.embedding)
     model.init_from_target(target.lm_head, None, torch.Generator().manual_seed(seed))
     return Eagle3Drafter(model, f"eagle-{seed}")
 
@@ -410,3 +414,68 @@ def test_a_seed_gives_the_same_tokens_with_any_drafter_or_none(make_engine: Make
             listener, done = run(make_engine(eagle(target, seed), speculation=speculation), prompt_of(4), SAMPLED)
             assert listener.token_ids == expected.token_ids
             assert done.speculation.num_drafted > 0
+
+
+# --- sampled drafts, through the whole engine ---
+
+FEW = (0, 4, 8, 12, 20, 40)
+
+
+def chi_square_p_value(observed: Counter[tuple[int, int]], expected: dict[tuple[int, int], float]) -> float:
+    """Cells that expect less than 5 are pooled."""
+    num = observed.total()
+    cells = [(observed[cell], share * num) for cell, share in expected.items() if share * num >= 5]
+    rest = num - sum(seen for seen, _ in cells), num - sum(want for _, want in cells)
+    cells += [rest] if rest[1] >= 1 else []
+    statistic = sum((seen - want) ** 2 / want for seen, want in cells)
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+def sampled_pairs(engine: LocalEngine, params: SamplingParams, num: int) -> Counter[tuple[int, int]]:
+    """The second and third token of many requests; the first comes with the prompt, these with drafts."""
+    pairs: Counter[tuple[int, int]] = Counter()
+    for _ in range(num // 50):
+        listeners = [Listener() for _ in range(50)]
+        for listener in listeners:
+            session_id = engine.create_session().session_id
+            engine.append(session_id, prompt_of(1))
+            engine.generate(session_id, params, on_event=listener)
+        for listener in listeners:
+            listener.wait()
+            pairs[listener.token_ids[1], listener.token_ids[2]] += 1
+    return pairs
+
+
+def exact_pairs(target: Target, prompt: Sequence[int]) -> dict[tuple[int, int], float]:
+    """The same of the model itself, its logits cut down to FEW."""
+
+    def probs(history: Sequence[int]) -> list[float]:
+        cache = target.new_cache()
+        [output] = target.forward([Segment(cache, history)])
+        target.drop(cache)
+        return output.logits[0, list(FEW)].softmax(-1).tolist()  # type: ignore[no-any-return]
+
+    pairs: dict[tuple[int, int], float] = dict.fromkeys(itertools.product(FEW, FEW), 0.0)
+    for first, p_first in zip(FEW, probs(prompt), strict=True):
+        for second, p_second in zip(FEW, probs([*prompt, first]), strict=True):
+            for third, p_third in zip(FEW, probs([*prompt, first, second]), strict=True):
+                pairs[second, third] += p_first * p_second * p_third
+    return pairs
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_sampled_tokens_follow_the_models_distribution(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Chains sampled by a draft network. Broken: the number that drew a draft judges it too."""
+    seeds = itertools.count()  # with a seed of its own a request would draft certain tokens
+    monkeypatch.setattr("runtime.engine.request.Uniforms", lambda seed: Uniforms(next(seeds)))
+    if is_broken:
+        monkeypatch.setattr(Request, "judging", lambda self, num: self.drafting(num))
+    bias = {token_id: -100.0 for token_id in range(target.info.vocab_size) if token_id not in FEW}
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias)
+    engine = make_engine(eagle(target, ids=FEW), max_draft_tokens=3, max_batch_sessions=16)
+    p_value = chi_square_p_value(sampled_pairs(engine, params, 700), exact_pairs(target, prompt_of(1)))
+    stats = engine.stats().speculation["eagle-0"]
+    assert 0 < stats.num_accepted < stats.num_drafted
+    assert (p_value < 1e-3) is is_broken

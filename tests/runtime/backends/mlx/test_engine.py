@@ -12,7 +12,15 @@ import torch
 
 from runtime.backends import load_target
 from runtime.backends.base import Target
-from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SessionsConfig, SpeculationConfig
+from runtime.config import (
+    BackendConfig,
+    DrafterConfig,
+    ModelConfig,
+    SessionsConfig,
+    SpeculationConfig,
+    SpeculationMode,
+    TreeShape,
+)
 from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
@@ -34,7 +42,8 @@ PROMPTS = [
 @contextmanager
 def running(backend: str, resolved: ResolvedModel, make_drafter: MakeDrafter) -> Iterator[LocalEngine]:
     target = load_target(BackendConfig(name=backend), ModelConfig(resolved.name, device="cpu"), resolved)
-    engine = LocalEngine(target, make_drafter(target), Tokenizer.load(resolved.path), SpeculationConfig(), SessionsConfig())
+    speculation = SpeculationConfig(mode=SpeculationMode.FIXED, shape=TreeShape.CHAIN)
+    engine = LocalEngine(target, make_drafter(target), Tokenizer.load(resolved.path), speculation, SessionsConfig())
     engine.start()
     try:
         yield engine
@@ -125,6 +134,6 @@ def test_the_tiny_model_says_the_same_on_both_backends() -> None:
 def test_the_real_model_says_the_same_on_both_backends_and_its_drafts_are_accepted() -> None:
     resolved = resolve("smollm2-135m")
     tokenizer = Tokenizer.load(resolved.path)
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    num_accepted = compare(resolved, lambda target: load_drafter(DrafterConfig(), target), prompts, num_tokens=48)
-    assert num_accepted > 48  # of 3 * 48 tokens
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[:2]]
+    num_accepted = compare(resolved, lambda target: load_drafter(DrafterConfig(), target), prompts, num_tokens=24)
+    assert num_accepted > 16  # of 2 * 24 tokens

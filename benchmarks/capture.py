@@ -8,9 +8,9 @@ machine that gets slower or faster weighs on both arms alike. What counts is the
     python benchmarks/capture.py --model tiny --pairs 20 --require 0.98     exit code 1 if the median ratio is below
     python benchmarks/capture.py --model tiny --requests 10000              memory of the process while the store is full
 
-oneDNN keeps what it compiled for each of the last 1024 shapes of a matrix product, which fills some hundred MiB over the first
-thousands of requests, captured or not. ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in the environment makes that small, so that growth of
-ours would show; --without-tap runs the same requests uncaptured, for comparison.
+torch and oneDNN keep what they compiled for each of the last 1024 shapes of a matrix product, which fills some hundred MiB over
+the first thousands of requests, captured or not. LRU_CACHE_CAPACITY=16 ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in the environment make
+these caches small, so that growth of ours would show; --without-tap runs the same requests uncaptured, for comparison.
 """
 
 from __future__ import annotations

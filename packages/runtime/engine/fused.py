@@ -52,8 +52,9 @@ class Decoder(Protocol):
         """Whether another step of this sequence needs nothing of the host."""
         ...
 
-    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> None:
-        """Begin a step. Histories include the pending token; those of caches that can continue are not looked at."""
+    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> bool:
+        """Begin a step. Histories include the pending token; those of caches that can continue are not looked at. False: some
+        had to be brought up first, so this step says nothing of what others take."""
         ...
 
     def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
@@ -65,8 +66,8 @@ class Decoder(Protocol):
         """The cache goes on elsewhere, or nowhere. Also for one that was never here."""
         ...
 
-    def warm_up(self, num_sequences: int) -> dict[int, float]:
-        """Compile what steps of up to so many sequences need; seconds of a plain step by their number."""
+    def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
+        """Compile what steps of up to so many sequences need; seconds of each step by their number and its depth."""
         ...
 
 
@@ -94,6 +95,7 @@ class _Flight:
     caches: list[int]
     depth: int
     started: float
+    is_typical: bool  # of what such a step takes
 
 
 class FusedSteps:
@@ -105,13 +107,15 @@ class FusedSteps:
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
         self._flight: _Flight | None = None
+        self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
 
     def prepare(self, num_sequences: int) -> None:
         """Before the first step: have everything compiled and measured."""
         self._load()
-        seconds = self._decoder.warm_up(num_sequences)
+        self._seconds = self._decoder.warm_up(num_sequences)
         if self._is_adaptive:
-            self._pacer.costs = Costs(seconds)
+            self._pacer.costs = Costs({num: seconds for (num, depth), seconds in self._seconds.items() if not depth})
+            self._expect_costs()
 
     # --- who runs here ---
 
@@ -155,6 +159,7 @@ class FusedSteps:
                 self._pacer.forget(self._loaded.version)
             self._loaded = active
             self._can_draft = isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
+            self._expect_costs()
 
     # --- steps ---
 
@@ -212,10 +217,9 @@ class FusedSteps:
         return [(part, part_depth) for part, part_depth in parts if part]
 
     def _launch(self, works: list[Work], depth: int) -> _Flight:
-        caches = [_cache(work) for work in works]
-        flight = _Flight(works, caches, depth, time.perf_counter())
-        self._decoder.launch(caches, [work.request.session.history for work in works], depth)
-        return flight
+        caches, started = [_cache(work) for work in works], time.perf_counter()
+        is_typical = self._decoder.launch(caches, [work.request.session.history for work in works], depth)
+        return _Flight(works, caches, depth, started, is_typical)
 
     def _collect(self, flight: _Flight, works: Sequence[Work]) -> list[Outcome]:
         """Outcomes of the step for those of these that are in it, with the cache that they had when it began."""
@@ -247,17 +251,26 @@ class FusedSteps:
         if work.ask is not None and work.shape.depth:
             self._pacer.record(work.ask, work.shape, work.draft, outcome.verdict.path)
 
+    def _expect_costs(self) -> None:
+        """What a new drafter takes until its own steps tell: weights do not change that."""
+        if self._loaded is not None and self._can_draft:
+            for (num, depth), seconds in self._seconds.items():
+                self._record_draft_cost(self._loaded, num, depth, seconds, 0)
+
     def _record_cost(self, flight: _Flight, seconds: float) -> None:
         """What a step costs: a plain one is a forward; a drafting one is a forward and what came on top."""
-        costs, drafter, num = self._pacer.costs, flight.works[0].drafter, len(flight.works)
-        if costs is None:
+        if self._pacer.costs is None or not flight.is_typical:
             return
-        context = _context(flight.works)
+        num, context, drafter = len(flight.works), _context(flight.works), flight.works[0].drafter
         if not flight.depth:
-            costs.record_forward(num, num, context, seconds)
+            self._pacer.costs.record_forward(num, num, context, seconds)
         elif drafter is not None:
-            forward = costs.forward(num, num * (flight.depth + 1), context)
-            costs.record_proposal(drafter.version, 1, num, flight.depth, max(seconds - forward, 0.0))
+            self._record_draft_cost(drafter, num, flight.depth, seconds, context)
+
+    def _record_draft_cost(self, drafter: Drafter, num: int, depth: int, seconds: float, context: int) -> None:
+        if depth and self._pacer.costs is not None:
+            forward = self._pacer.costs.forward(num, num * (depth + 1), context)
+            self._pacer.costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))
 
 
 def _cache(work: Work) -> int:

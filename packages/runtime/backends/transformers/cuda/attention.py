@@ -14,8 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from runtime.backends.transformers.cuda.kernels import varying
 
-@triton.jit
+
+@triton.jit(**varying("stride_split", "table_rows", "starts", "sizes", "lengths", "positions", "ancestors", "sinks", "windows"))
 def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows, starts, sizes, lengths, positions, ancestors,
                      sinks, windows, scale, stride_split, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
                      BLOCK: tl.constexpr, LAYER_WINDOW: tl.constexpr, TREE: tl.constexpr, SPLITS: tl.constexpr,

@@ -150,10 +150,10 @@ def check_length(table: Table, length: int) -> None:
     if not 0 <= length <= table.length:
         raise ValueError(f"Cannot truncate to {length} tokens; the cache holds {table.length}.")
     gone, window = table.gone, table.policy.window
-    if not gone or window is None or length <= gone.start * BLOCK_TOKENS:
+    if not gone or window is None or length <= table.policy.sink:
         return
     if length - window + 1 < gone.stop * BLOCK_TOKENS:
         raise ValueError(
             f"Cannot truncate to {length} tokens; the cache dropped {len(gone) * BLOCK_TOKENS} of them behind the first "
-            f"{gone.start * BLOCK_TOKENS}, and what follows would see some of those. Compute the history anew."
+            f"{table.policy.sink}, and what follows would see some of those. Compute the history anew."
         )

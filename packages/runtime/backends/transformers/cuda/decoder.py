@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from runtime.backends.base import Segment
 from runtime.backends.transformers.cuda import drafting, launch
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.draft_network import DraftNetwork, can_fuse
@@ -30,7 +31,7 @@ from runtime.backends.transformers.cuda.target import MAX_SEQUENCES, CudaTarget,
 from runtime.eagle3.model import Eagle3Model
 from runtime.hidden_states import HiddenStates
 
-WARM_UP_ROUNDS = 5
+WARM_UP_ROUNDS = 4  # the first of which captures
 PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
 AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 
@@ -118,8 +119,8 @@ class FusedDecoder:
         return sequence is not None and self._is_ready(table, sequence, depth)
 
     @torch.inference_mode()
-    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> None:
-        """Begin a step of these sequences; `collect` ends it, and comes before the next.
+    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> bool:
+        """Begin a step of these sequences; `collect` ends it, and comes before the next. False: some had to be brought up first.
 
         histories[i] are all its tokens, the pending one last, which is the only one without K/V; nobody looks at those of a
         sequence that `can_continue`. At most `max_sequences`, and none may come closer than `depth` tokens to the model's last
@@ -131,15 +132,18 @@ class FusedDecoder:
             pool.reserve(tables, [depth + 1 + AHEAD_TOKENS] * len(tables))
         elif any(table.row is None or table.may_share or table.first_stale < len(table.blocks) for table in tables):
             pool.reserve(tables, [depth + 1] * len(tables))
-        sequences = []
-        for table, history in zip(tables, histories, strict=True):
-            sequence = self._sequences.setdefault(table, _Sequence())
-            if not self._is_ready(table, sequence, depth):
-                self._bring_up(table, sequence, history, depth)
-            sequences.append(sequence)
+        sequences = [self._sequences.setdefault(table, _Sequence()) for table in tables]
+        behind = [
+            (table, sequence, history)
+            for table, sequence, history in zip(tables, sequences, histories, strict=True)
+            if not self._is_ready(table, sequence, depth)
+        ]
+        if behind:
+            self._bring_up(behind, depth)
         num = bucket(len(tables))
         self._start([sequence.row for sequence in sequences], num, depth)
         self._flight = _Flight(tables, sequences, num, depth)
+        return not behind
 
     def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
         """Wait for the step that was launched: new tokens of each sequence, at least one, the last of which is pending.
@@ -163,20 +167,38 @@ class FusedDecoder:
         split = 3 * self._target.info.hidden_size
         return tokens, HiddenStates(hidden[:, :, :split], hidden[:, :, split:])
 
-    def warm_up(self, num_sequences: int) -> dict[int, float]:
-        """Capture all steps of up to so many sequences, that none has to wait for it; seconds of a plain step by their number."""
+    def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
+        """Capture all steps of up to so many sequences, that none has to wait for it; seconds of each by number and depth.
+
+        Forwards of prompts are compiled too.
+        """
+        self._warm_up_prompts()
         seconds = {}
         for num in sorted({bucket(n) for n in range(1, min(num_sequences, MAX_SEQUENCES) + 1)}):
             for depth in range(1 if self._network is None else self.max_depth + 1):
-                self._start([], num, depth)
-            taken = []
-            for _ in range(WARM_UP_ROUNDS):
-                started = time.perf_counter()
-                self._start([], num, 0)
-                self._wait(0, num, 0)
-                taken.append(time.perf_counter() - started)
-            seconds[num] = min(taken)
+                taken = []
+                for _ in range(WARM_UP_ROUNDS):
+                    started = time.perf_counter()
+                    self._start([], num, depth)
+                    self._wait(0, num, depth)
+                    taken.append(time.perf_counter() - started)
+                seconds[num, depth] = min(taken)
         return seconds
+
+    @torch.inference_mode()
+    def _warm_up_prompts(self) -> None:
+        target = self._target
+        for size in (40, 100, 300):
+            size = min(size, target.info.max_positions - self._recent - 1)
+            history = [0] * (size + 1)
+            cache = target.new_cache()
+            target.forward([Segment(cache, history[:size])])
+            target.commit(cache, range(size))
+            if self._network is not None:
+                self.launch([cache], [history], 1)
+                self.collect([False])
+            target.forward([Segment(cache, [0])])
+            target.drop(cache)
 
     # --- between host and device ---
 
@@ -185,34 +207,35 @@ class FusedDecoder:
         holds = sequence.row == table.row and sequence.length == table.length
         return holds and (not depth or sequence.primed >= table.length - sequence.fresh)
 
-    def _bring_up(self, table: Table, sequence: _Sequence, history: Sequence[int], depth: int) -> None:
+    def _bring_up(self, behind: Sequence[tuple[Table, _Sequence, Sequence[int]]], depth: int) -> None:
         """Write the device's state where it does not hold, and let the drafter catch up where it is far behind."""
-        assert table.row is not None
-        assert len(history) == table.length + 1, "only the pending token may lack K/V"
-        if sequence.row != table.row or sequence.length != table.length:
-            # What the drafter has of a row depends on the token behind it, which a truncation may have changed.
-            sequence.primed = min(sequence.primed, max(table.length - 1, 0), max(sequence.length - 1, 0))
-        sequence.row, sequence.length, sequence.fresh = table.row, table.length, 1
-        window = NO_WINDOW if table.policy.window is None else table.policy.window
-        state = torch.tensor([table.length, 1, table.policy.sink, window, history[-1]], dtype=torch.int32)
-        self._state[table.row, : len(state)].copy_(state, non_blocking=True)
-        if depth:
-            for first in range(sequence.primed, table.length - 1, PRIME_ROWS):
-                self._prime(table, history, first, min(first + PRIME_ROWS, table.length - 1))
-            sequence.primed = table.length - 1
+        to_prime: list[np.ndarray] = []  # ids, positions and slots of rows
+        for table, sequence, history in behind:
+            assert table.row is not None
+            assert len(history) == table.length + 1, "only the pending token may lack K/V"
+            if sequence.row != table.row or sequence.length != table.length:
+                # What the drafter has of a row depends on the token behind it, which a truncation may have changed.
+                sequence.primed = min(sequence.primed, max(table.length - 1, 0), max(sequence.length - 1, 0))
+            sequence.row, sequence.length, sequence.fresh = table.row, table.length, 1
+            window = NO_WINDOW if table.policy.window is None else table.policy.window
+            state = torch.tensor([table.length, 1, table.policy.sink, window, history[-1]], dtype=torch.int32)
+            self._state[table.row, : len(state)].copy_(state, non_blocking=True)
+            if depth:
+                to_prime.append(_rows_of(table, history, sequence.primed, table.length - 1))
+                sequence.primed = table.length - 1
+        if to_prime:
+            rows = np.concatenate(to_prime, axis=1)
+            for first in range(0, rows.shape[1], PRIME_ROWS):
+                self._prime(rows[:, first : first + PRIME_ROWS])
 
-    def _prime(self, table: Table, history: Sequence[int], first: int, end: int) -> None:
-        """The drafter's K/V of committed positions first .. end-1. Those that the cache dropped go to the dead block."""
+    def _prime(self, packed: np.ndarray) -> None:
+        """The drafter's K/V of committed rows, ids, positions and slots int32 [3, n]."""
         network, device = self._network, self._target.device
         assert network is not None
-        positions = np.arange(first, end, dtype=np.int32)
-        slots = np.array(table.blocks, dtype=np.int32)[positions // BLOCK_TOKENS] * BLOCK_TOKENS
-        slots = np.where(slots > 0, slots + positions % BLOCK_TOKENS, 0).astype(np.int32)
-        packed = np.stack([np.array(history[first + 1 : end + 1], dtype=np.int32), positions, slots])
-        ids, positions, slots = torch.from_numpy(packed).to(device)
+        ids, positions, slots = torch.from_numpy(np.ascontiguousarray(packed)).to(device)
         nobody = dict.fromkeys(SEQUENCE_FIELDS, self._table_rows[:0])
         rows = Rows(ids, positions, slots, self._target.pool.device_table, **nobody, max_size=0)
-        buffers = Buffers(end - first, network.geometry, network.fc.dtype, device)
+        buffers = Buffers(packed.shape[1], network.geometry, network.fc.dtype, device)
         self._catch_up(network, rows, buffers.x, buffers)
 
     def _start(self, rows: list[int], num: int, depth: int) -> None:
@@ -244,7 +267,7 @@ class FusedDecoder:
             self._table_rows, self._state, self._state.stride(0), table, table.stride(0), plan.verify.sinks, plan.verify.windows,
             plan.new.ids, plan.new.positions, plan.new.slots, plan.last_rows, plan.draft_positions, plan.draft_slots,
             plan.verify.ids, plan.verify.positions, plan.verify.slots, plan.verify.lengths, plan.live, plan.verify.sizes,
-            NUM=num, DEPTH=depth, R=self._recent, RP=width, BLOCK=BLOCK_TOKENS, num_warps=1,
+            num, DEPTH=depth, R=self._recent, RP=width, BLOCK=BLOCK_TOKENS, num_warps=1,
         )  # fmt: skip
         if depth:
             self._draft(plan, num, depth)
@@ -290,6 +313,15 @@ class FusedDecoder:
             layer, network.geometry, rows, buffers, buffers.q[:n], self._draft_keys, self._draft_values,
             (network.cos, network.sin), self._target.embedding,
         )  # fmt: skip
+
+
+def _rows_of(table: Table, history: Sequence[int], first: int, end: int) -> np.ndarray:
+    """What the drafter needs of committed positions first .. end-1: the token behind each, the position and the slot, int32
+    [3, end - first]. Those that the cache dropped go to the dead block."""
+    positions = np.arange(first, end, dtype=np.int32)
+    slots = np.array(table.blocks, dtype=np.int32)[positions // BLOCK_TOKENS] * BLOCK_TOKENS
+    slots = np.where(slots > 0, slots + positions % BLOCK_TOKENS, 0).astype(np.int32)
+    return np.stack([np.array(history[first + 1 : end + 1], dtype=np.int32), positions, slots])
 
 
 class _Plan:

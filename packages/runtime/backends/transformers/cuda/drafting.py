@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from runtime.backends.transformers.cuda.kernels import varying
+
 LENGTH, FRESH, SINK, WINDOW, RECENT = 0, 1, 2, 3, 4
 
 
@@ -24,16 +26,16 @@ def _slot(blocks, position, ok, BLOCK: tl.constexpr):
     return tl.where(ok & (block > 0), block * BLOCK + position % BLOCK, 0)
 
 
-@triton.jit
+@triton.jit(**varying("num"))
 def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, windows, new_ids, new_positions, new_slots,
-                last_rows, draft_positions, draft_slots, verify_ids, verify_positions, verify_slots, lengths, live, sizes,
-                NUM: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program a sequence s of NUM. Positions of its rows and where in the pool they write:
+                last_rows, draft_positions, draft_slots, verify_ids, verify_positions, verify_slots, lengths, live, sizes, num,
+                DEPTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program a sequence s of num. Positions of its rows and where in the pool they write:
 
-    new_*     [NUM, R]         what the drafter catches up on: row p holds the token of p + 1; last_rows the one to draft from
-    draft_*   [DEPTH, NUM]     the chain, from that row on
-    verify_*  [NUM, DEPTH + 1] the pending token and the chain, whose ids the head of the draft network writes
-    lengths [NUM], live [NUM] (1, or 0 for nobody), sizes [NUM] (rows to verify), sinks, windows [NUM]
+    new_*     [num, R]         what the drafter catches up on: row p holds the token of p + 1; last_rows the one to draft from
+    draft_*   [DEPTH, num]     the chain, from that row on
+    verify_*  [num, DEPTH + 1] the pending token and the chain, whose ids the head of the draft network writes
+    lengths [num], live [num] (1, or 0 for nobody), sizes [num] (rows to verify), sinks, windows [num]
     """
     s = tl.program_id(0)
     seat = tl.load(table_rows + s)
@@ -57,8 +59,8 @@ def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, win
         tl.store(new_slots + at, _slot(blocks, position, ok, BLOCK), mask=i < R)
         tl.store(last_rows + s, s * R + tl.maximum(fresh - 1, 0))
         position = tl.where(is_live, length - 1, 0) + i
-        tl.store(draft_positions + i * NUM + s, tl.where(is_live, position, 0), mask=i < DEPTH)
-        tl.store(draft_slots + i * NUM + s, _slot(blocks, position, is_live & (i < DEPTH), BLOCK), mask=i < DEPTH)
+        tl.store(draft_positions + i * num + s, tl.where(is_live, position, 0), mask=i < DEPTH)
+        tl.store(draft_slots + i * num + s, _slot(blocks, position, is_live & (i < DEPTH), BLOCK), mask=i < DEPTH)
     at = s * (DEPTH + 1) + i
     ok = is_live & (i <= DEPTH)
     pending = tl.load(mine + 4 + tl.maximum(fresh - 1, 0))
@@ -71,7 +73,7 @@ def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, win
 def accept_kernel(table_rows, state, state_stride, verify_ids, best, result, DEPTH: tl.constexpr, RP: tl.constexpr):  # fmt: skip
     """Keep the longest prefix of the chain that the target would have picked itself, and one token more.
 
-    best [NUM, DEPTH + 1] is the target's pick behind each verified row. result [NUM, DEPTH + 2]: how many tokens, then they.
+    best [num, DEPTH + 1] is the target's pick behind each verified row. result [num, DEPTH + 2]: how many tokens, then they.
     """
     s = tl.program_id(0)
     seat = tl.load(table_rows + s)

@@ -15,6 +15,11 @@ import triton
 import triton.language as tl
 
 
+def varying(*names):
+    """Arguments that differ from call to call: no variant of a kernel is compiled for some of their values or alignments."""
+    return {"do_not_specialize": names, "do_not_specialize_on_alignment": names}
+
+
 @triton.jit
 def _dot_two(x_rows, rows_ok, gain, wa_rows, wb_rows, cols_ok, eps, K: tl.constexpr, NORM: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -59,7 +64,7 @@ def _pass_on(y, to, ok2, rows, ok, col, gain, scaled, squares, tile, N: tl.const
     tl.store(squares + rows * TILES + tile, tl.sum(tl.where(ok2, wide * wide, 0.0), 1), mask=ok)
 
 
-@triton.jit
+@triton.jit(**varying("ids"))
 def embed_kernel(ids, embedding, gain, x, scaled, squares, H: tl.constexpr, HP: tl.constexpr, TILES: tl.constexpr,
                  TP: tl.constexpr):  # fmt: skip
     """Rows of the embedding into x [T, H], and what the first norm needs."""
@@ -81,7 +86,7 @@ def _normed_pair(low, high, gain_low, gain_high, eps, D: tl.constexpr):
     return low * scale * gain_low[None, :], high * scale * gain_high[None, :]
 
 
-@triton.jit
+@triton.jit(**varying("num_rows", "ids_stride", "ids", "positions", "slots"))
 def qkv_kernel(x, squares, ids, ids_stride, embedding, embedding_gain, w, bias, q_gain, k_gain, cos, sin, positions, slots, q,
                keys, values, num_rows, eps, K: tl.constexpr, TILES: tl.constexpr, TP: tl.constexpr,
                HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -138,7 +143,7 @@ def qkv_kernel(x, squares, ids, ids_stride, embedding, embedding_gain, w, bias, 
         tl.store(to + HALF, high.to(keys.dtype.element_ty), mask=ok[:, None])
 
 
-@triton.jit
+@triton.jit(**varying("num_rows", "rows_of"))
 def linear_kernel(x, x_stride, rows_of, w, residual, out, gain, scaled, squares, num_rows, K: tl.constexpr,
                   N: tl.constexpr, TILES: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr, PASS_ON: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -168,7 +173,7 @@ def linear_kernel(x, x_stride, rows_of, w, residual, out, gain, scaled, squares,
         _pass_on(y, to, ok2, rows, ok, col, gain, scaled, squares, tl.program_id(1), N, TILES)
 
 
-@triton.jit
+@triton.jit(**varying("num_rows"))
 def merge_kernel(parts, lse, out, num_rows, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
     """One head of one row out of attention over SPLITS parts of the keys: parts float32 [SPLITS, T, HEADS, D], lse in base 2."""
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
@@ -182,7 +187,7 @@ def merge_kernel(parts, lse, out, num_rows, HEADS: tl.constexpr, D: tl.constexpr
     tl.store(out + at * D + d, o.to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(**varying("num_rows"))
 def gate_up_kernel(x, squares, w, out, num_rows, eps, K: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
                    TP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """out [T, WIDTH] = silu(gate) * up of rows x, given as for `qkv_kernel`; w [2 * WIDTH, K] has the gate's rows first."""
@@ -199,7 +204,7 @@ def gate_up_kernel(x, squares, w, out, num_rows, eps, K: tl.constexpr, WIDTH: tl
              mask=ok[:, None] & (col < WIDTH)[None, :])  # fmt: skip
 
 
-@triton.jit
+@triton.jit(**varying("slots"))
 def keep_states_kernel(low, mid, high, x, gain, slots, hidden, pool, eps, H: tl.constexpr, HP: tl.constexpr):  # fmt: skip
     """What a forward leaves behind, [low, mid, high, norm(x)] of each row, [4H]: into `hidden` by row, into `pool` by slot."""
     row = tl.program_id(0).to(tl.int64)
@@ -218,7 +223,7 @@ def keep_states_kernel(low, mid, high, x, gain, slots, hidden, pool, eps, H: tl.
     tl.store(pool + (slot * 4 + 3) * H + h, y, mask=ok)
 
 
-@triton.jit
+@triton.jit(**varying("num_rows"))
 def head_kernel(x, x_stride, gain, w, logits, best, best_id, num_rows, eps, K: tl.constexpr, V: tl.constexpr,
                 TILES: tl.constexpr, NORM: tl.constexpr, ARGMAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr):  # fmt: skip
@@ -252,7 +257,7 @@ def head_kernel(x, x_stride, gain, w, logits, best, best_id, num_rows, eps, K: t
         tl.store(logits + rows.to(tl.int64)[:, None] * V + col[None, :], acc, mask=ok[:, None] & (col < V)[None, :])
 
 
-@triton.jit
+@triton.jit(**varying("out_stride", "out"))
 def best_kernel(best, best_id, ids_of, out, out_stride, TILES: tl.constexpr, TP: tl.constexpr, MAP: tl.constexpr,
                 FALLBACK: tl.constexpr):  # fmt: skip
     """The best id of each row from its tiles, the lowest on ties; FALLBACK if it is not finite. MAP: through ids_of."""

@@ -155,36 +155,32 @@ class PagedPool:
     # --- on disk ---
 
     def save(self, table: Table) -> dict[str, torch.Tensor]:
-        """Pages and states of the blocks that are held, in table order."""
-        index = torch.tensor(
-            [block for block in table.blocks[: num_blocks_for(table.length)] if block != DEAD], dtype=torch.int64
-        )
-        index = index.to(self.shape.device)
-        return {name: plane[:, index].cpu().contiguous() for name, plane in self._saved_planes()}
+        """Pages and states of the blocks that are held, in table order, and how many tokens they are of."""
+        index = self._held(table.blocks[: num_blocks_for(table.length)])
+        pages = {name: plane[:, index].cpu().contiguous() for name, plane in self._saved_planes()}
+        return {**pages, "length": torch.tensor([table.length])}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], length: int, policy: CachePolicy) -> int:
         table = Table(policy, length)
         held = tensors["kv"].shape[1] if "kv" in tensors and tensors["kv"].dim() == 5 else -1
-        for name, plane in self._saved_planes():
-            expected = (plane.shape[0], held, *plane.shape[2:])
-            if set(tensors) != {"kv", "states"} or tuple(tensors[name].shape) != expected or tensors[name].dtype != plane.dtype:
-                found = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
-                raise ValueError(
-                    f"The saved tensors are {found}; this target's {name} is {plane.dtype} of shape {list(expected)}."
-                )
-        total = num_blocks_for(length)
-        first = num_blocks_for(policy.sink)
+        expected = {name: ((plane.shape[0], held, *plane.shape[2:]), plane.dtype) for name, plane in self._saved_planes()}
+        expected["length"] = ((1,), torch.int64)
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        if found != expected:
+            raise ValueError(f"The saved tensors are {found}; this target's are {expected}.")
+        first, total = num_blocks_for(policy.sink), num_blocks_for(length)
         gone = range(first, first + total - held)
         unseen = 0 if policy.window is None else max(length - policy.window + 1, 0) // BLOCK_TOKENS
-        if held > total or (gone and gone.stop > unseen):
-            raise ValueError(
-                f"{held} blocks of K/V were saved; {length} tokens need {total - max(unseen - first, 0)} to {total}."
-            )
+        if int(tensors["length"]) != length or held > total or (gone and gone.stop > unseen):
+            raise ValueError(f"{held} blocks of K/V of {int(tensors['length'])} tokens were saved; they are not {length} tokens.")
         self.blocks.adopt(table, gone)
-        index = torch.tensor([block for block in table.blocks if block != DEAD], dtype=torch.int64, device=self.shape.device)
+        index = self._held(table.blocks)
         for name, plane in self._saved_planes():
             plane[:, index] = tensors[name].to(self.shape.device)
         return self.add(table)
+
+    def _held(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([block for block in blocks if block != DEAD], dtype=torch.int64, device=self.shape.device)
 
     def _saved_planes(self) -> list[tuple[str, torch.Tensor]]:
         return [("kv", self._kv), ("states", self._states)]

@@ -97,10 +97,7 @@ class CudaTarget:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
-        """See the protocol. ValueError, before anything changes, for a segment that makes no sense.
-
-        Logits of a short forward are views that the next forward overwrites.
-        """
+        """See the protocol. ValueError, before anything changes, for a segment that makes no sense."""
         if not segments:
             return []
         check_batch(segments, self.length, self._info)
@@ -131,9 +128,9 @@ class CudaTarget:
             self._head.logits(self.buffers.hidden[: rows.num_rows, 3 * self._info.hidden_size :], self._logits)
 
         self.graphs.run(key, launches)
-        hidden = self._states(self.buffers.hidden[: size * num].clone())
+        hidden, logits = self._states(self.buffers.hidden[: size * num].clone()), self._logits[: size * num].clone()
         return [
-            SegmentOutput(self._logits[start + n - segment.num_logits : start + n], hidden[start : start + n])
+            SegmentOutput(logits[start + n - segment.num_logits : start + n], hidden[start : start + n])
             for segment, start, n in zip(segments, starts, sizes, strict=True)
         ]
 
@@ -207,7 +204,6 @@ class CudaTarget:
     def dropped(self, cache: int) -> int:
         return self.pool[cache].dropped
 
-    @torch.inference_mode()
     def save(self, cache: int) -> dict[str, torch.Tensor]:
         return self.pool.save(self.pool[cache])
 

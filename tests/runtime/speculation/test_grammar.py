@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -31,6 +32,12 @@ def texts(state: GrammarState, tokenizer: Tokenizer, path: Sequence[int] = ()) -
     mask = state.allowed(path)
     assert mask is not None
     return {tokenizer.decode([token_id]) for token_id in mask.nonzero().flatten().tolist()}
+
+
+def follow(state: GrammarState, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        assert state.allowed() is not None
+        state.advance(token_id)
 
 
 def test_every_place_of_a_draft_has_a_mask_of_its_own(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -103,6 +110,7 @@ def test_ids_without_a_token_are_never_allowed(grammars: Grammars, tokenizer: To
         ("json_schema", "{", "not valid JSON"),
         ("json_schema", "[" * 100_000, "not valid JSON"),
         ("json_schema", "[]", "not list"),
+        ("json_schema", "false", "allows no text"),
         ("json_schema", '"' + "x" * MAX_GRAMMAR_CHARS + '"', str(MAX_GRAMMAR_CHARS)),
         ("lark", "start: nowhere", "nowhere"),
     ],
@@ -113,7 +121,81 @@ def test_what_cannot_be_enforced_is_refused(grammars: Grammars, kind: str, text:
     assert caught.value.param == "grammar"
 
 
+def test_the_schema_true_allows_what_the_empty_one_does(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    always, empty = (grammars.new_state(Grammar("json_schema", text)) for text in ("true", "{}"))
+    assert texts(always, tokenizer) == texts(empty, tokenizer)
+    assert "{" in texts(always, tokenizer)
+
+
+def test_nobody_waits_for_the_grammar_of_another(grammars: Grammars) -> None:
+    kept = Grammar("lark", 'start: "a"')
+    grammars.new_state(kept)
+    properties = {f"{number:020x}": {"type": "string"} for number in range(3000)}
+    large = Grammar("json_schema", json.dumps({"type": "object", "properties": properties}))
+    compiling = threading.Thread(target=grammars.new_state, args=(large,))
+    compiling.start()
+    num_asked = 0
+    while compiling.is_alive():
+        grammars.new_state(kept)
+        num_asked += 1
+    assert num_asked > 10
+
+
 def test_compiled_grammars_are_kept_up_to_a_number(grammars: Grammars) -> None:
     for index in range(MAX_KEPT + 3):
         grammars.new_state(Grammar("lark", f'start: "{index}"'))
-    assert len(grammars._compiled) == MAX_KEPT
+    assert len(grammars._kept) == MAX_KEPT
+
+
+# Each compiles, and its engine gives up on it once a text is under way.
+TOO_COMPLEX = {
+    "expressions": ({"type": "string", "pattern": "^(a?){500}a{500}$"}, '"aaa'),
+    "items of a row": ({"type": "object", "properties": {f"p{index}": {} for index in range(2000)}}, '{"p'),
+    "items of a step": (
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}, "$ref": "#/$defs/n"},
+        "[[[",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_COMPLEX)
+def test_a_grammar_that_turns_out_too_complex_says_so(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
+    schema, begin = TOO_COMPLEX[name]
+    state = grammars.new_state(Grammar("json_schema", json.dumps(schema)))
+    with pytest.raises(InvalidRequest, match="too complex to be followed"):
+        follow(state, tokenizer.encode(begin))
+    assert not state.is_complete
+    with pytest.raises(InvalidRequest, match="too complex to be followed"):
+        state.allowed()
+
+
+@pytest.mark.parametrize("name", ["expressions", "items of a row"])
+def test_a_draft_that_its_grammar_cannot_follow_is_not_taken_for_a_wrong_one(
+    grammars: Grammars, tokenizer: Tokenizer, name: str
+) -> None:
+    schema, begin = TOO_COMPLEX[name]
+    state = grammars.new_state(Grammar("json_schema", json.dumps(schema)))
+    with pytest.raises(InvalidRequest, match="too complex to be followed"):
+        state.allowed(tokenizer.encode(begin))
+
+
+def test_a_schema_of_more_levels_than_the_engine_reads_is_refused(grammars: Grammars) -> None:
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(300):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidRequest, match="cannot be enforced: recursion limit"):
+        grammars.new_state(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_a_pattern_is_refused_with_its_reason(grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest, match="look-around"):
+        grammars.new_state(Grammar("json_schema", json.dumps({"type": "string", "pattern": "^(?!a).*$"})))
+
+
+def test_a_grammar_in_use_is_not_compiled_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    held = grammars.new_state(OBJECT)
+    for number in range(MAX_KEPT + 1):
+        grammars.new_state(Grammar("json_schema", json.dumps({"const": number})))
+    monkeypatch.setattr(grammars, "_compile", lambda grammar: pytest.fail("compiled again"))
+    assert texts(grammars.new_state(OBJECT), tokenizer) == texts(held, tokenizer)

@@ -26,6 +26,7 @@ from runtime.features.database import Database
 from runtime.features.refs import SampleMeta, SampleRef
 from runtime.features.row import FeatureRow, specs_of
 from runtime.features.store import Handle, Lease, StoreHealth, gone
+from runtime.tensors import to_bytes
 
 SCHEMA = (
     """CREATE TABLE objects(
@@ -110,7 +111,7 @@ class IndexedStore:
         payload_bytes = sum(value.nbytes for value in tensors.values())
         if self.used_bytes() + payload_bytes > self.budget_bytes:  # saves the serialisation; _reserve is the exact check
             raise FeatureBudgetExceeded(payload_bytes, self.used_bytes(), self.budget_bytes)
-        data = safetensors.torch.save(tensors)
+        data = to_bytes(tensors)
         generation, name = self._reserve(meta.sample_id, data)
         try:
             self._blobs.write(name, data)

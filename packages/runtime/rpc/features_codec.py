@@ -15,6 +15,7 @@ from runtime.features.ledger import Checkpoint
 from runtime.features.refs import FeatureSpec, SampleRef
 from runtime.features.row import FeatureRow, specs_of
 from runtime.rpc.v1 import features_pb2 as pb
+from runtime.tensors import to_bytes
 
 CHUNK_BYTES = 2**20
 _PLAIN = (
@@ -78,7 +79,7 @@ def checkpoint(message: pb.Checkpoint) -> Checkpoint:
 
 def chunks(row: FeatureRow) -> Iterator[bytes]:
     """The row's tensors, as they are stored, in pieces that fit a message."""
-    data = safetensors.torch.save(row.tensors(row.hidden.aux.dtype))
+    data = to_bytes(row.tensors(row.hidden.aux.dtype))
     view = memoryview(data)
     for start in range(0, len(view), CHUNK_BYTES):
         yield bytes(view[start : start + CHUNK_BYTES])

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from runtime.errors import InvalidRequest, SavedSessionRejected
 from runtime.files import dump_json, write_atomic
 from runtime.hidden_states import HiddenStates
+from runtime.tensors import to_bytes
 from runtime.types import CachePolicy, DrafterPolicy, SessionOptions, Switch, check_token_ids
 
 FORMAT = 1
@@ -47,7 +48,7 @@ def write(directory: Path, saved: SavedSession) -> None:
     tensors = {KV_PREFIX + name: tensor for name, tensor in saved.kv.items()}
     if saved.features is not None:
         tensors |= {AUX: saved.features.aux.cpu().contiguous(), LAST: saved.features.last.cpu().contiguous()}
-    data = save(tensors)
+    data = to_bytes(tensors)
     digest = hashlib.sha256(data).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"
     write_atomic(directory / name, data)

@@ -158,7 +158,10 @@ class Server:
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
         saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
-        calls = SessionCalls(parts.engine, generations, prompts, saved, parts.lifecycle.load, default_ttl_s=ttl_s)
+        load, compile_grammar = parts.lifecycle.load, parts.engine.grammars.new_state
+        calls = SessionCalls(
+            parts.engine, generations, prompts, saved, load, compile_grammar=compile_grammar, default_ttl_s=ttl_s
+        )
         self._register(parts, grpc, calls)
         app = self._app(parts, generations, prompts, calls)
         if tracing is not None:

@@ -12,7 +12,7 @@ from runtime.engine.base import Engine
 from runtime.errors import DrafterNotFound, InvalidRequest, SessionBusy
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
-from runtime.types import SessionInfo, SessionOptions
+from runtime.types import Grammar, SessionInfo, SessionOptions
 from serving.auth import Key
 from serving.generations import Generations, Stream
 from serving.prompts import Prompts
@@ -30,14 +30,17 @@ class SessionCalls:
         saved: SavedSessions,
         load_drafter: Callable[[str], None],
         *,
+        compile_grammar: Callable[[Grammar], object],
         default_ttl_s: float,
     ) -> None:
-        """load_drafter: brings a version that a session is pinned to into the engine; it blocks."""
+        """load_drafter: brings a version that a session is pinned to into the engine. compile_grammar: has one ready that the
+        engine is about to want. Both block."""
         self._engine = engine
         self._generations = generations
         self._prompts = prompts
         self._saved = saved
         self._load_drafter = load_drafter
+        self._compile = compile_grammar
         self._default_ttl_s = default_ttl_s
 
     # --- sessions ---
@@ -127,6 +130,8 @@ class SessionCalls:
         """The events of the generation; the caller cancels the stream when it reads no more."""
         self._idle(request.session_id, key)
         params = generation_codec.sampling_params(request, self._engine.info.vocab_size)
+        if params.grammar is not None:  # compiling may take seconds: not on the event loop
+            await asyncio.to_thread(self._compile, params.grammar)
         return await self._generations.in_session(
             request.session_id,
             params,

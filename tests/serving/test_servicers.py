@@ -27,7 +27,18 @@ from runtime.errors import (
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.v1 import runtime_pb2 as pb
 from runtime.rpc.v1 import runtime_pb2_grpc
-from runtime.types import CachePolicy, Done, DrafterPolicy, SamplingParams, SessionInfo, SessionOptions, Started, Switch, Tokens
+from runtime.types import (
+    CachePolicy,
+    Done,
+    DrafterPolicy,
+    Grammar,
+    SamplingParams,
+    SessionInfo,
+    SessionOptions,
+    Started,
+    Switch,
+    Tokens,
+)
 from serving.config import ServerConfig
 
 from .conftest import Running, StartServer, wait_for
@@ -370,6 +381,20 @@ def test_closing_ends_a_running_generation(running: Running, client: RuntimeClie
     with pytest.raises(SessionNotFound):
         client.get_session(session.session_id)
     wait_for(lambda: running.parts.engine.stats().kv_bytes == 0)
+
+
+def test_a_large_grammar_holds_up_nobody_else(client: RuntimeClient, session: SessionInfo) -> None:
+    grammar = Grammar("lark", f"start: /{'|'.join(f'{number:020x}' for number in range(20_000))}/")  # takes a second
+    call = client.generate(session.session_id, SamplingParams(max_tokens=1, grammar=grammar))
+    events: list[Any] = []
+    reading = threading.Thread(target=lambda: events.extend(call))
+    reading.start()
+    num_answers = 0
+    while reading.is_alive():
+        client.list_sessions()
+        num_answers += 1
+    assert isinstance(events[-1], Done)
+    assert num_answers > 10
 
 
 def test_a_failing_engine_is_unavailable_and_keeps_the_session(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class DrafterServicer(drafters_pb2_grpc.DrafterServiceServicer):
             if await anext(messages, None) is not None:
                 raise InvalidRequest("chunk", f"Nothing may come after the first message, which was {kind or 'empty'}.")
             if kind == "directory":
-                origin = drafters.origin(first.directory.manifest)
+                origin = drafters.origin(first.directory.manifest, "directory.manifest")
                 entry = await asyncio.to_thread(self._lifecycle.stage, _directory(first), origin)
             elif kind == "version":
                 entry = await asyncio.to_thread(self._lifecycle.stage_again, first.version)
@@ -53,6 +54,7 @@ class DrafterServicer(drafters_pb2_grpc.DrafterServiceServicer):
             return drafters.drafter_message(entry)
 
     async def _take(self, head: pb.StageRequest.Upload, messages: AsyncIterator[pb.StageRequest]) -> DrafterEntry:
+        origin = drafters.origin(head.manifest, "upload.manifest")
         self._uploads.mkdir(parents=True, exist_ok=True)
         with temporary_directory(self._uploads) as directory:
             upload = Upload(
@@ -65,7 +67,7 @@ class DrafterServicer(drafters_pb2_grpc.DrafterServiceServicer):
             async for message in messages:
                 await asyncio.to_thread(upload.write, drafters.chunk_of(message))
             upload.finish()
-            return await asyncio.to_thread(self._lifecycle.stage, directory, drafters.origin(head.manifest))
+            return await asyncio.to_thread(self._lifecycle.stage, directory, origin)
 
     async def Validate(self, request: pb.ValidateRequest, context: Context) -> pb.Drafter:
         async with statuses(context, request):
@@ -148,7 +150,7 @@ async def _checked(requests: AsyncIterator[pb.StageRequest]) -> AsyncIterator[pb
 
 
 def _directory(request: pb.StageRequest) -> Path:
-    path = Path(request.directory.path)
-    if not path.is_absolute() or not path.is_dir():
-        raise InvalidRequest("directory.path", f"{request.directory.path!r} is no absolute path of a directory on this server.")
-    return path
+    path = request.directory.path
+    if not (os.path.isabs(path) and os.path.isdir(path)):
+        raise InvalidRequest("directory.path", f"{path[:200]!r} is no absolute path of a directory on this server.")
+    return Path(path)

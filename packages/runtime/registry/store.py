@@ -198,10 +198,12 @@ class Registry:
 
 def _copy(checkpoint_dir: Path, directory: Path) -> None:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        try:
-            shutil.copyfile(checkpoint_dir / name, directory / name)
-        except FileNotFoundError as error:
-            raise rejected(RejectReason.UNREADABLE, f"{checkpoint_dir} has no {name}; it is no drafter checkpoint.") from error
+        source = checkpoint_dir / name
+        if not (os.path.isfile(source) and os.access(source, os.R_OK)):
+            raise rejected(
+                RejectReason.UNREADABLE, f"{checkpoint_dir} has no file {name} that can be read; it is no drafter checkpoint."
+            )
+        shutil.copyfile(source, directory / name)
 
 
 def _inspect(path: Path) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from types import MappingProxyType
 
@@ -83,7 +84,11 @@ def event(message: pb.LifecycleEvent) -> LifecycleEvent:
     )
 
 
-def origin(message: pb.StageRequest.Manifest) -> Origin:
+def origin(message: pb.StageRequest.Manifest, path: str) -> Origin:
+    """path: where the message stands in the request. InvalidRequest for what no manifest can hold."""
+    for name, value in message.metrics.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{path}.metrics", f"{path}.metrics[{name[:80]!r}] is {value}; a manifest holds finite numbers.")
     return Origin(
         parent=message.parent if message.HasField("parent") else None,
         step=message.step,

@@ -28,7 +28,15 @@ def test_events(kind: str) -> None:
 
 @pytest.mark.parametrize("origin", [Origin("p", 7, "target", {"acceptance_length": 2.5}, "by hand"), Origin()])
 def test_origins(origin: Origin) -> None:
-    assert codec.origin(codec.manifest_message(origin)) == origin
+    assert codec.origin(codec.manifest_message(origin), "upload.manifest") == origin
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_figure_that_no_manifest_can_hold_is_refused(value: float) -> None:
+    message = pb.StageRequest.Manifest(metrics={"acceptance_length": 2.5, "loss": value})
+    with pytest.raises(InvalidRequest, match="'loss'") as refused:
+        codec.origin(message, "upload.manifest")
+    assert refused.value.param == "upload.manifest.metrics"
 
 
 @pytest.mark.parametrize("message", [pb.StageRequest(), pb.StageRequest(chunk=b""), pb.StageRequest(version="v")])

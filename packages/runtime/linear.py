@@ -6,6 +6,10 @@ the served drafter use it, training never does. A layer that is not float32 on a
 oneDNN takes another kernel, and so another order of summation, for one row of a wide layer than for several: seen on AVX2,
 where from 1025 inputs on a single row differs in its last bits and all other numbers of rows agree. An `invariant` layer
 finds out how many rows it takes for all numbers to agree, and never computes fewer.
+
+oneDNN also makes and keeps a kernel for every number of rows that it meets, some megabytes for all layers of a small model:
+beyond a few rows the input is filled up to a round number, so that a server which sees batches of every size stays as large
+as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +21,12 @@ PROBED_ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 128)
 MOST_MIN_ROWS = 16
 
 
+def kernel_rows(num_rows: int) -> int:
+    """The number of rows that is computed for so many: their own up to 16, then multiples of 4, from 64 on of 32."""
+    step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 32
+    return -(-num_rows // step) * step
+
+
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN can hold this weight packed: float32, on a CPU, in a torch that was built with it."""
     return weight.dtype is torch.float32 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -25,7 +35,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 class PackedLinear(nn.Module):
     """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding).
 
-    With `min_rows` a smaller input is filled up to so many rows, and the answer cut off again.
+    An input is filled up to `kernel_rows`, and to `min_rows` at the least, and the answer cut off again.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_rows: int = 1) -> None:
@@ -45,8 +55,9 @@ class PackedLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
         num_rows = x.numel() // self.in_features
-        if num_rows < self.min_rows:
-            rows = x.new_zeros(self.min_rows, self.in_features)
+        num_computed = kernel_rows(max(num_rows, self.min_rows))
+        if num_rows < num_computed:
+            rows = x.new_zeros(num_computed, self.in_features)
             rows[:num_rows] = x.reshape(num_rows, self.in_features)
             return self._compute(rows)[:num_rows].reshape(*x.shape[:-1], self.out_features)
         return self._compute(x)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.linear import PackedLinear, pack_linears, rows_for_invariance
+from runtime.linear import PackedLinear, kernel_rows, pack_linears, rows_for_invariance
 
 SHAPES = [(192, 576), (576, 1536), (1000, 64), (7, 5), (1, 1)]
 
@@ -154,3 +154,20 @@ def test_a_machine_that_never_computes_alike_is_refused() -> None:
     layer.changes_at = 40
     with pytest.raises(RuntimeError, match="8 to 6 features gives a row other bits among 33 rows than among 128"):
         rows_for_invariance(layer)
+
+
+def test_batches_of_every_size_need_few_kernels() -> None:
+    computed = [kernel_rows(size) for size in range(1, 1025)]
+    assert len(set(computed)) < 64
+    assert all(size <= rows < size * 1.5 for size, rows in enumerate(computed, 1))
+    assert computed[:16] == list(range(1, 17)), "verification of a few tokens computes nothing besides"
+
+
+def test_a_layer_computes_whole_steps_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedLinear(*weights(6, 8, True))
+    seen: set[int] = set()
+    compute = packed._compute
+    monkeypatch.setattr(packed, "_compute", lambda x: seen.add(x.numel() // 8) or compute(x))
+    for size in range(1, 200):
+        packed(torch.ones(1, size, 8))
+    assert seen == {kernel_rows(size) for size in range(1, 200)}

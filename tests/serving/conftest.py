@@ -216,22 +216,23 @@ def client(running: Running) -> Iterator[RuntimeClient]:
         yield client
 
 
+def random_drafter(seed: int, directory: Path) -> Path:
+    """A random EAGLE3 drafter for the tiny model, in this directory."""
+    target_config = json.loads((resolve("tiny").path / "config.json").read_text())
+    config = Eagle3Config.for_target(target_config, draft_vocab_size=64)
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.rand(config.vocab_size, generator=generator)
+    vocabulary = DraftVocabulary.from_token_counts((counts * 1000).long() + 1, 64)
+    model = Eagle3Model(config, vocabulary, torch.zeros(config.vocab_size, config.hidden_size))
+    model.init_from_target(torch.randn(config.vocab_size, config.hidden_size, generator=generator), None, generator)
+    save(model, directory)
+    return directory
+
+
 MakeDrafter = Callable[[int], Path]
 
 
 @pytest.fixture
 def make_drafter(home: Path, tmp_path: Path) -> MakeDrafter:
     """make_drafter(seed): a random EAGLE3 drafter for the tiny model, on disk."""
-
-    def make(seed: int) -> Path:
-        target_config = json.loads((resolve("tiny").path / "config.json").read_text())
-        config = Eagle3Config.for_target(target_config, draft_vocab_size=64)
-        generator = torch.Generator().manual_seed(seed)
-        counts = torch.rand(config.vocab_size, generator=generator)
-        vocabulary = DraftVocabulary.from_token_counts((counts * 1000).long() + 1, 64)
-        model = Eagle3Model(config, vocabulary, torch.zeros(config.vocab_size, config.hidden_size))
-        model.init_from_target(torch.randn(config.vocab_size, config.hidden_size, generator=generator), None, generator)
-        save(model, tmp_path / f"drafter{seed}")
-        return tmp_path / f"drafter{seed}"
-
-    return make
+    return lambda seed: random_drafter(seed, tmp_path / f"drafter{seed}")

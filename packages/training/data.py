@@ -107,7 +107,7 @@ class OnlineStream:
         self._generator = torch.Generator().manual_seed(seed)
         self._fresh: dict[str, tuple[SampleRef, TrainingRow]] = {}  # leased, not trained
         self._replay: dict[str, _Replayed] = {}  # trained, oldest first
-        self._unsaved: list[str] = []  # trained since the last checkpoint
+        self._unsaved: dict[str, None] = {}  # trained since the last checkpoint, in this order
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
         ledger.recover(run_id)
@@ -142,7 +142,7 @@ class OnlineStream:
                 self._replay[row.sample_id] = _Replayed(self._fresh.pop(row.sample_id)[0], 1)
             else:
                 self._replay[row.sample_id].num_passes += 1
-        self._unsaved += admitted
+        self._unsaved |= dict.fromkeys(admitted)
         self._num_admitted += len(admitted)
         self._arrivals.done(admitted)
         while len(self._replay) > self._config.replay_rows:
@@ -199,7 +199,7 @@ class OnlineStream:
                     return  # what came before it is trained first
                 raise
             for ref in refs:
-                if ref.sample_id in self._fresh or ref.sample_id in self._replay:
+                if any(ref.sample_id in ours for ours in (self._fresh, self._replay, self._unsaved)):
                     continue  # ours before its lease ran out, and ours again
                 row = self._load(ref)
                 if row is not None:

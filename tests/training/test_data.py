@@ -161,6 +161,18 @@ def test_rows_whose_lease_ran_out_are_not_taken_twice(state, online: Callable, t
     assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
 
 
+def test_rows_that_left_the_replay_are_not_taken_twice_either(state, online: Callable, tmp_path: Path) -> None:
+    """Trained since the last checkpoint, pushed out of the replay by newer rows, and then their leases expired."""
+    names = state.add(range(8))
+    stream = online(replay_rows=4, passes=1)
+    assert take(stream) + take(stream) == names
+    assert state.ledger.recover("run") == 8
+    assert take(stream) == []
+    stream.record(tmp_path, 2, {})
+    assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
+    assert stream.state()["num_admitted"] == 8
+
+
 def test_offline_shuffles_each_epoch_and_leaves_out_damaged_rows(state) -> None:
     names = state.add(range(9))
     damage(state, "train-3")

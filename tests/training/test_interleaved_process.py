@@ -103,10 +103,14 @@ def test_killed_and_started_again_it_makes_only_what_is_not_durable(state, promp
 
 
 def test_a_producer_out_of_room_waits_for_rows_to_become_durable(state, prompts: Path) -> None:
-    """All rows together are several times the budget; only what was saved may go."""
+    """All rows together are several times the budget; only what was saved may go. A trainer that would like to see more of
+    them before it begins, here for its vocabulary, does not wait for what cannot come."""
     room = ["features.budget_mib=1", "producer.high_mib=1", "producer.low_mib=1", "producer.max_tokens=200"]
     settings = [*room, "trainer.checkpoint_every_steps=1000", "producer.max_rounds=3", "data.passes=1"]
-    result = subprocess.run(command(state, prompts, *settings), capture_output=True, text=True, check=False)
+    patient = ["producer.high_rows=64", "trainer.vocabulary_tokens=100000"]
+    result = subprocess.run(
+        command(state, prompts, *settings, *patient), capture_output=True, text=True, check=False, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     assert len(ledger(state).consumption("default")) == 48
     assert len(events(state, "saved")) > 1, "the trainer saved in its pauses"

@@ -48,12 +48,14 @@ class _State:
         self.is_closed = False  # by the producer: nothing more will come
         self.failure: str | None = None
         self.is_left = False  # by the consumer: nobody will take anything any more
+        self.is_out_of_room = False  # the producer waits, though the gate is open
         self.num_shed = 0
 
     def push(self, ref: SampleRef) -> None:
         assert not self.is_closed, "a closed channel takes nothing"
         self.flow.let_in(ref)
         self.refs.append(ref)
+        self.is_out_of_room = False
         self.changed.notify_all()
 
     def figures(self) -> ChannelFigures:
@@ -87,8 +89,10 @@ class ProducerView:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Until the consumer acknowledges or leaves; whether it is still there."""
+        """For a producer that has no room for its next row: until the consumer acknowledges or leaves; whether it is still
+        there. From here to the next row, the consumer knows that none comes before it is done with those it has."""
         with self._state.changed:
+            self._state.is_out_of_room = True
             if not self._state.is_left:
                 self._state.changed.wait(timeout_s)
             return not self._state.is_left
@@ -127,7 +131,7 @@ class ConsumerView:
     def is_live(self) -> bool:
         """More may be published before anything is acknowledged."""
         with self._state.changed:
-            return not self._state.is_closed and self._state.flow.is_open
+            return not self._state.is_closed and self._state.flow.is_open and not self._state.is_out_of_room
 
     @property
     def is_over(self) -> bool:

@@ -117,6 +117,16 @@ def test_a_producer_at_the_gate_wakes_when_the_consumer_leaves(make_ref: MakeRef
     assert both.producer.publish(make_ref("d")) is False
 
 
+def test_a_producer_out_of_room_says_that_nothing_comes_before_an_acknowledgement(make_ref: MakeRef) -> None:
+    both = channel()
+    both.producer.publish(make_ref("a"))
+    assert both.consumer.is_live
+    assert both.producer.wait(0.0)
+    assert not both.consumer.is_live, "the gate is open, but the store is full"
+    both.producer.publish(make_ref("b"))
+    assert both.consumer.is_live
+
+
 def test_served_traffic_is_shed_and_counted_where_a_prompt_would_wait(make_ref: MakeRef) -> None:
     both = channel(high=2, low=2)
     assert [both.producer.offer(make_ref(name)) for name in "abcd"] == [True, True, False, False]

@@ -56,6 +56,7 @@ def _joined_text(content: Any) -> Any:
 class CalledFunction(Body):
     name: Text
     arguments: Text
+    parsed_arguments: Any = None  # as openai's client read them
 
     @field_validator("arguments")
     @classmethod
@@ -71,6 +72,7 @@ class ToolCall(Body):
     """A call that an earlier answer made."""
 
     id: Text
+    index: int | None = None  # of a call that was put together from a stream
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -81,7 +83,12 @@ class Message(Body):
     content: Annotated[Text | None, BeforeValidator(_joined_text)] = Field(None, validate_default=True)
     name: Text | None = None
     tool_call_id: Text | None = Field(None, validate_default=True)
-    refusal: None = None  # clients send an earlier answer back with all its fields
+    # Clients send an earlier answer back with all that they hold of it, which says no more than the fields above.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Any = None  # `content` as openai's client read it
 
     @field_validator("tool_calls")
     @classmethod
@@ -276,4 +283,10 @@ class ChatRequest(SampledRequest):
                     check(Grammar("json_schema", json.dumps(schema)))
                 except InvalidRequest as found:
                     return InvalidRequest(param, found.message)
-        return InvalidRequest("tools" if self.functions else "response_format", error.message)
+        return self.blame_field(error)
+
+    def blame_field(self, error: InvalidRequest) -> InvalidRequest:
+        """A refused grammar under the name of the field that asked for it."""
+        return (
+            InvalidRequest("tools" if self.functions else "response_format", error.message) if error.param == "grammar" else error
+        )

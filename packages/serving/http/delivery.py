@@ -17,7 +17,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.errors import EngineUnavailable, SlipstreamError
+from runtime.errors import EngineUnavailable, InvalidRequest, SlipstreamError
 from runtime.types import Done, HistoryTruncated, Started, TokenLogprob, Tokens
 from serving.generations import Stream
 from serving.http.answers import Answer
@@ -156,10 +156,18 @@ class SseResponse(Response):
 class EventStream(SseResponse):
     """An answer of OpenAI's endpoints in pieces."""
 
-    def __init__(self, choices: Choices, answer: Answer, ping_interval_s: float = PING_INTERVAL_S) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        answer: Answer,
+        in_our_words: Callable[[InvalidRequest], InvalidRequest] = lambda error: error,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        """in_our_words: a refusal on the way, under the name that the field has in the request's body."""
         super().__init__(self._events(), choices.cancel, choices.headers)
         self._choices = choices
         self._answer = answer
+        self._in_our_words = in_our_words
         self._ping_interval_s = ping_interval_s
 
     async def _events(self) -> AsyncIterator[str]:
@@ -184,7 +192,7 @@ class EventStream(SseResponse):
                         yield sse(chunk)
             yield "data: [DONE]\n\n"
         except SlipstreamError as error:  # the last event: no [DONE] follows what is not done
-            yield sse(envelope_of(error))
+            yield sse(envelope_of(self._in_our_words(error) if isinstance(error, InvalidRequest) else error))
 
 
 async def with_pings(items: AsyncIterator[Result], interval_s: float = PING_INTERVAL_S) -> AsyncIterator[Result | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
@@ -35,15 +36,24 @@ class ServedModel:
     token_bytes: TokenBytes
     grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
+    compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "grammar"))
 
     def check_name(self, name: str) -> None:
         if name != self.name:
             raise NotFound(f"The model {name!r} is not served here; this server has {self.name!r}.", "model_not_found", "model")
 
-    async def check_grammar(self, grammar: Grammar | None) -> None:
-        """Compiling may take a second: not on the event loop, and before anything is asked of the engine."""
-        if grammar is not None:
-            await asyncio.to_thread(self.grammars.new_state, grammar)
+    async def compiled(self, grammar: Grammar | None) -> object:
+        """Hold it until the engine has been asked, which then finds the grammar ready. InvalidRequest if it cannot be enforced.
+
+        Compiling may take seconds, so it is done neither on the event loop nor in the threads that all other work shares.
+        """
+        if grammar is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self.compilers, self.grammars.new_state, grammar)
+
+    async def blame(self, body: ChatRequest, error: InvalidRequest) -> InvalidRequest:
+        """A refusal under the name that the field has in this body."""
+        return await asyncio.get_running_loop().run_in_executor(self.compilers, body.blame, error, self.grammars.new_state)
 
     def card(self) -> Json:
         return {
@@ -78,7 +88,7 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
         try:
             return await answer(body, request, prompts, lambda: ChatShape(tokens, CallParser() if body.functions else None))
         except InvalidRequest as error:
-            raise await asyncio.to_thread(body.blame, error, model.grammars.new_state) from error
+            raise await model.blame(body, error) from error
 
     @routes.post("/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -95,10 +105,9 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
             token_ids = await asyncio.gather(*prompts)
             params = [body.params_of_choice(index) for index in range(body.num_choices)]
             params[0].check(model.info.vocab_size)
-            await model.check_grammar(params[0].grammar)
             asked = [(prompt, one) for prompt in token_ids for one in params]
             options = request.state.key.consent(body.session_options())
-            work = _begin(generations, asked, options, request.headers.get("x-session-id"), deadline)
+            work = _begin(model, generations, asked, options, request.headers.get("x-session-id"), deadline)
             choices = await while_connected(request.receive, work)
         except InvalidRequest as error:
             raise body.in_our_words(error) from error
@@ -112,12 +121,15 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
             num_prompts=len(prompts),
             has_usage=body.includes_usage,
         )
-        return EventStream(choices, written) if body.stream else await whole(request, choices, written)
+        if not body.stream:
+            return await whole(request, choices, written)
+        return EventStream(choices, written, body.blame_field if isinstance(body, ChatRequest) else body.in_our_words)
 
     return routes
 
 
 async def _begin(
+    model: ServedModel,
     generations: Generations,
     asked: Sequence[tuple[list[int], SamplingParams]],
     options: SessionOptions,
@@ -126,6 +138,7 @@ async def _begin(
 ) -> Choices:
     """Start the generations. Until the first event of the first, whatever fails becomes an HTTP status."""
     async with until(deadline):
+        _held = await model.compiled(asked[0][1].grammar)
         streams = await generations.answers(asked, options, session_id)
     try:
         async with until(deadline):

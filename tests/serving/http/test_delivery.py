@@ -208,7 +208,7 @@ async def respond(events: list[tuple[float, Any]], ping_interval_s: float) -> As
     asgi = Asgi()
     stream = Stream([ServerMetrics().new_request()], on_end=lambda: None)
     answer = Answer(STARTED, [TextShape(None)], model="tiny", is_chat=False, num_prompts=1, has_usage=False)
-    response = EventStream(Choices([stream], STARTED), answer, ping_interval_s)
+    response = EventStream(Choices([stream], STARTED), answer, ping_interval_s=ping_interval_s)
     answering = asyncio.create_task(response({"type": "http"}, asgi.receive, asgi.send))
     for delay_s, event in events:
         await asyncio.sleep(delay_s)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import threading
+import time
+from typing import Any, Literal
 
+import httpx
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
+
+from runtime.types import Grammar
 
 from ..conftest import Running
 
@@ -123,6 +129,84 @@ def test_a_json_object_is_one(openai: OpenAI) -> None:
     assert text.startswith("{")
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(text), dict)
+
+
+class River(BaseModel):
+    name: Literal["Po", "Rhine"]
+    is_long: bool
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own model_dump
+def test_the_clients_own_helpers_read_answers_and_send_them_back(openai: OpenAI) -> None:
+    parsed = openai.chat.completions.parse(messages=ASK, response_format=River, **GREEDY).choices[0].message
+    assert isinstance(parsed.parsed, River)
+    request: dict[str, Any] = {"messages": ASK, "tools": [pydantic_function_tool(River)], "tool_choice": "required", **GREEDY}
+    called = openai.chat.completions.parse(parallel_tool_calls=False, **request).choices[0].message
+    assert called.tool_calls
+    assert isinstance(called.tool_calls[0].function.parsed_arguments, River)
+    with openai.chat.completions.stream(parallel_tool_calls=False, **request) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.tool_calls
+    for said in (parsed, called, streamed):
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "yes"} for call in said.tool_calls or ()]
+        for written in (said, said.to_dict(), said.model_dump(mode="json")):
+            messages: Any = [*ASK, written, *results]
+            assert openai.chat.completions.create(messages=messages, max_tokens=1, **GREEDY).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_turns_out_too_complex_fails_alone(openai: OpenAI, stream: bool) -> None:
+    schema = {"type": "string", "pattern": "^(a?){500}a{500}$"}
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "as", "schema": schema}}
+    request: dict[str, Any] = {"messages": ASK, "response_format": bad, "stream": stream, **GREEDY}
+    beside: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: beside.append(
+            openai.chat.completions.create(messages=ASK, max_tokens=200, extra_body={"ignore_eos": True}, **GREEDY)
+        )
+    )
+    asking.start()
+    with pytest.raises(APIError if stream else BadRequestError, match="too complex to be followed") as caught:
+        list(openai.chat.completions.create(**request))
+    asking.join()
+    assert beside[0].choices[0].finish_reason == "length"
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["param"] == "response_format"
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
+    running: Running, openai: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = running.parts.engine.grammars
+    compile_one, may_go_on = grammars._compile, threading.Event()
+
+    def slowly(grammar: Grammar) -> Any:
+        assert "event loop" not in threading.current_thread().name
+        may_go_on.wait(20)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", slowly)
+
+    def ask(number: int) -> None:
+        schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": f"slow {number}"}}}
+        answer = openai.chat.completions.create(messages=ASK, response_format=schema, **GREEDY)  # type: ignore[call-overload]
+        answers.append(answer.choices[0].message.content)
+
+    answers: list[str] = []
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    for thread in asking:
+        thread.start()
+    try:
+        for _ in range(3):
+            begun = time.perf_counter()
+            assert httpx.get(f"{running.ready.http}/livez").status_code == 200
+            assert openai.chat.completions.create(messages=ASK, max_tokens=1, **GREEDY).choices
+            assert time.perf_counter() - begun < 10
+    finally:
+        may_go_on.set()
+        for thread in asking:
+            thread.join()
+    assert sorted(answers) == sorted(json.dumps(f"slow {number}") for number in range(40))
 
 
 # --- tools ---

@@ -25,6 +25,17 @@ class Program:
             command = [sys.executable, "-m", module, *overrides]
             self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def grpc(self) -> str:
+        """The address of a server's gRPC surface, once it is ready."""
+        found = READY.search(self.log.read_text())
+        assert found is not None, f"{self.name} is not ready"
+        return found.group(2)
+
     def wait_ready(self, timeout_s: float) -> str:
         """The URL of a server's HTTP surface, as soon as it says so."""
         deadline = time.monotonic() + timeout_s

@@ -98,6 +98,34 @@ class _Flight:
     is_typical: bool  # of what such a step takes
 
 
+@dataclass(frozen=True)
+class _Landed:
+    """What a step brought: works as they are now and as they were launched, their new tokens, their places in `hidden`."""
+
+    works: list[tuple[Work, Work, list[int], int]]
+    hidden: HiddenStates  # [n, depth + 1, ...]
+    depth: int
+
+    def outcomes(self) -> list[Outcome]:
+        outcomes = []
+        for work, launched, new, index in self.works:
+            work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
+            if work.drafter is not None and work.shape.depth:
+                work.request.note_drafter(work.drafter.version)
+                refused = self.depth + 1 - len(new)
+                work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
+            rows = HiddenStates(self.hidden.aux[index, : len(new)], self.hidden.last[index, : len(new)])
+            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1))), rows))
+        return outcomes
+
+
+class _StepCosts(Costs):
+    """Of whole steps: a plain one is a forward, and all that drafting adds to it, rows to verify too, is the proposal's."""
+
+    def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
+        return super().forward(num_sessions, num_sessions, context)
+
+
 class FusedSteps:
     def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig) -> None:
         self._info, self._drafting = target.info, drafting
@@ -114,7 +142,7 @@ class FusedSteps:
         self._load()
         self._seconds = self._decoder.warm_up(num_sequences)
         if self._is_adaptive:
-            self._pacer.costs = Costs({num: seconds for (num, depth), seconds in self._seconds.items() if not depth})
+            self._pacer.costs = _StepCosts({num: seconds for (num, depth), seconds in self._seconds.items() if not depth})
             self._expect_costs()
 
     # --- who runs here ---
@@ -166,28 +194,27 @@ class FusedSteps:
     def run(self, works: Sequence[Work]) -> list[Outcome]:
         """What the step under way emits for those of these that are in it; what a step emits for these, if none is."""
         flight, self._flight = self._flight, None
-        outcomes = [] if flight is None else self._collect(flight, works)
+        landed = [] if flight is None else [self._land(flight, works)]
         self._load()  # nothing is under way: a swap takes effect here
-        if not outcomes and self._can_draft_all(works):
-            for part, depth in self._parts(works):
-                outcomes += self._collect(self._launch(part, depth), part)
-        self._take_off(works, {id(outcome.work): outcome for outcome in outcomes})
-        return outcomes
+        if not any(part.works for part in landed) and self._can_draft_all(works):
+            landed = [self._land(self._launch(part, depth), part) for part, depth in self._parts(works)]
+        self._take_off(works, {id(work): len(new) for part in landed for work, _, new, _ in part.works})
+        return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
         """False for one step after a swap to a drafter that cannot run here: its sessions go the general way from then on."""
         return self._can_draft or all(self._drafter_for(work) is None for work in works)
 
-    def _take_off(self, works: Sequence[Work], outcomes: Mapping[int, Outcome]) -> None:
-        """Begin the step after this one for all that it may have, unless the host is needed first."""
+    def _take_off(self, works: Sequence[Work], num_new: Mapping[int, int]) -> None:
+        """Begin the step after this one for all that it may have, unless the host is needed first. num_new: by work's id, the
+        tokens that just came for it."""
         going: list[Work] = []
         continuing: set[int] = set()
         for work in works:
-            outcome = outcomes.get(id(work))
-            num_new = 0 if outcome is None else len(outcome.verdict.token_ids)
-            if work.request.num_remaining > num_new and self._has_room(work, num_new):
+            num = num_new.get(id(work), 0)
+            if work.request.num_remaining > num and self._has_room(work, num):
                 going.append(Work(work.request, work.token_ids, is_last_chunk=True))
-                if outcome is not None:
+                if num:
                     continuing.add(id(work.request))
         parts = self._parts(going) if self._can_draft_all(going) else []
         if len(parts) != 1:
@@ -221,8 +248,8 @@ class FusedSteps:
         is_typical = self._decoder.launch(caches, [work.request.session.history for work in works], depth)
         return _Flight(works, caches, depth, started, is_typical)
 
-    def _collect(self, flight: _Flight, works: Sequence[Work]) -> list[Outcome]:
-        """Outcomes of the step for those of these that are in it, with the cache that they had when it began."""
+    def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:
+        """The end of a step, for those of these that are in it, with the cache that they had when it began."""
         present = {id(work.request): work for work in works}
         mine: list[Work | None] = []
         for launched, cache in zip(flight.works, flight.caches, strict=True):
@@ -230,18 +257,8 @@ class FusedSteps:
             mine.append(None if work is None or work.request.session.cache != cache else work)
         tokens, hidden = self._decoder.collect([work is not None for work in mine])
         self._record_cost(flight, time.perf_counter() - flight.started)
-        outcomes = []
-        for index, (work, launched, new) in enumerate(zip(mine, flight.works, tokens, strict=True)):
-            if work is None:
-                continue
-            path = list(range(len(new) - 1))
-            work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
-            if work.drafter is not None and work.shape.depth:
-                work.request.note_drafter(work.drafter.version)
-                work.draft = Draft(new[:-1] + [0] * (flight.depth - len(path)))  # nobody asks which the refused ones were
-            rows = HiddenStates(hidden.aux[index, : len(new)], hidden.last[index, : len(new)])
-            outcomes.append(Outcome(work, Verdict(new, path), rows))
-        return outcomes
+        rows = zip(mine, flight.works, tokens, range(len(tokens)), strict=True)
+        return _Landed([(work, launched, new, index) for work, launched, new, index in rows if work], hidden, flight.depth)
 
     # --- what the pacer learns ---
 
@@ -269,7 +286,7 @@ class FusedSteps:
 
     def _record_draft_cost(self, drafter: Drafter, num: int, depth: int, seconds: float, context: int) -> None:
         if depth and self._pacer.costs is not None:
-            forward = self._pacer.costs.forward(num, num * (depth + 1), context)
+            forward = self._pacer.costs.forward(num, num, context)
             self._pacer.costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))
 
 

@@ -221,9 +221,11 @@ class Stepper:
             fused.record(outcome)
             self._count(work, num_taken, len(path))
         rows = work.rows(path)
-        if len(rows) < len(outcome.hidden):
+        hidden = outcome.hidden
+        if len(rows) < len(hidden):
             self._target.truncate(session.cache, session.cached + len(rows))
-        self.holdings.keep(session, outcome.hidden[: len(rows)])
+            hidden = hidden[: len(rows)]
+        self.holdings.keep(session, hidden)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)

@@ -16,8 +16,10 @@ from runtime.backends import load_target
 from runtime.backends.base import FULL, Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
 from runtime.drafters.base import Drafter
+from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
+from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.local import LocalEngine
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.models import ResolvedModel, Tokenizer, fingerprint, make_tiny
@@ -242,6 +244,31 @@ def perfect(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:
 
 def random_drafter() -> ScriptedDrafter:
     return ScriptedDrafter(lambda history, depth: prompt_of(len(history), depth), version="random")
+
+
+def random_eagle3(target: Target, seed: int = 0) -> Eagle3Drafter:
+    """A network of random weights that ends in the target's own head: now and then it is right."""
+    info = target.info
+    config = Eagle3Config(
+        hidden_size=info.hidden_size,
+        intermediate_size=2 * info.hidden_size,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=info.vocab_size,
+        draft_vocab_size=info.vocab_size,
+        max_position_embeddings=info.max_positions,
+        aux_layer_ids=info.aux_layer_ids,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = DraftVocabulary.from_token_counts(torch.ones(info.vocab_size), info.vocab_size)
+    model = Eagle3Model(config, vocabulary, target.embedding.cpu())
+    model.init_from_target(target.lm_head.cpu(), None, generator)
+    model.embedding = target.embedding
+    return Eagle3Drafter(model.to(info.device), f"random-{seed}")
 
 
 def adversarial(target: Target, prompt: Sequence[int]) -> ScriptedDrafter:

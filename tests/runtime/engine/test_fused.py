@@ -12,13 +12,11 @@ from transformers import AutoModelForCausalLM
 from runtime.backends import load_target
 from runtime.backends.base import Target
 from runtime.config import BackendConfig, Dtype, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
-from runtime.drafters.eagle3 import Eagle3Drafter
-from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.local import LocalEngine
 from runtime.models import ResolvedModel, Tokenizer
 from runtime.types import CachePolicy, Done, DrafterPolicy, SamplingParams, SessionOptions
 
-from .conftest import Listener
+from .conftest import Listener, random_eagle3
 
 pytestmark = pytest.mark.cuda
 NEAR_TIE = 1e-3
@@ -45,31 +43,6 @@ def gaps(tiny: ResolvedModel) -> Callable[[list[int], list[int]], float]:
     return gap
 
 
-def make_drafter(target: Target, seed: int) -> Eagle3Drafter:
-    """A network of random weights that ends in the target's own head: now and then it is right."""
-    info = target.info
-    config = Eagle3Config(
-        hidden_size=info.hidden_size,
-        intermediate_size=2 * info.hidden_size,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=info.vocab_size,
-        draft_vocab_size=info.vocab_size,
-        max_position_embeddings=info.max_positions,
-        aux_layer_ids=info.aux_layer_ids,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = DraftVocabulary.from_token_counts(torch.ones(info.vocab_size), info.vocab_size)
-    model = Eagle3Model(config, vocabulary, target.embedding.cpu())
-    model.init_from_target(target.lm_head.cpu(), None, generator)
-    model.embedding = target.embedding
-    return Eagle3Drafter(model.cuda(), f"random-{seed}")
-
-
 MakeEngine = Callable[..., LocalEngine]
 
 
@@ -80,7 +53,7 @@ def make_engine(on_device: Target, tiny: ResolvedModel) -> Iterator[MakeEngine]:
     def make(mode: SpeculationMode = SpeculationMode.FIXED, num_sessions: int = 16, depth: int = 3) -> LocalEngine:
         speculation = SpeculationConfig(mode=mode, max_draft_tokens=depth)
         sessions = SessionsConfig(max_batch_sessions=num_sessions, prefix_reuse=False)
-        engine = LocalEngine(on_device, make_drafter(on_device, 0), Tokenizer.load(tiny.path), speculation, sessions)
+        engine = LocalEngine(on_device, random_eagle3(on_device, 0), Tokenizer.load(tiny.path), speculation, sessions)
         engines.append(engine)
         engine.start()
         return engine
@@ -125,7 +98,7 @@ def test_drafts_are_accepted_and_a_swap_takes_effect(make_engine: MakeEngine, on
     first.wait()
     running = begin(engine, prompt, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True))
     running.next()
-    engine.swap_drafter(make_drafter(on_device, 1))
+    engine.swap_drafter(random_eagle3(on_device, 1))
     done = running.wait()
     assert done.drafter_versions[-1] == "random-1"
     assert gaps(prompt, running.token_ids) < NEAR_TIE

@@ -66,14 +66,18 @@ class Holdings:
                 self.drop_draft(session)  # it begins again with what is kept
 
     def rewind(self, session: Session, length: int) -> None:
-        """Keep K/V and features of the first `length` tokens; of none, if what the next token sees was dropped already."""
+        """Keep K/V and features of the first `length` tokens; of none, if what the next token sees was dropped already, or if
+        no feature row would be left to draft from."""
         assert session.cache is not None
+        features = session.features_upto(length)
         try:
             self._target.truncate(session.cache, length)
         except ValueError:
+            features = []
+        if not features:
             self.release(session)
             return
-        session.features = session.features_upto(length)
+        session.features = features
         session.num_settled = min(session.num_settled, len(session.features))
         session.cached = length
         session.dropped = self._target.dropped(session.cache)

@@ -39,7 +39,8 @@ from programs import Program, ProgramFailed
 from rich.console import Console
 from rich.table import Table
 from soak_chatter import Chatter
-from soak_worker import LABEL, MAX_HELD, SHORT_TTL_S, Notes, Worker
+from soak_notes import Notes
+from soak_worker import LABEL, MAX_HELD, SHORT_TTL_S, Worker
 
 from runtime.errors import SessionNotFound, SlipstreamError
 from runtime.rpc.aio import AsyncRuntimeClient

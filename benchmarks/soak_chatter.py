@@ -7,7 +7,7 @@ import random
 import time
 
 import httpx
-from soak_worker import Notes
+from soak_notes import Notes
 
 
 class Chatter:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+from soak_notes import Notes
 
 from runtime.errors import CapacityExhausted, HistoryMismatch, SavedSessionRejected, SessionBusy, SessionNotFound, SlipstreamError
 from runtime.rpc.aio import AsyncRuntimeClient
@@ -36,31 +36,10 @@ from runtime.types import (
 LABEL = "soak"  # of our sessions, and the beginning of the names of those that we save
 MAX_HELD = 3  # sessions of one client
 MAX_TOKENS = 1500  # of a history that is still continued
-MAX_KEPT_FAULTS = 50  # told in full; all are counted
 SHORT_TTL_S = 0.5
 IDLE_WITHIN_S = 30.0
 POLL_S = 0.002
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)  # to be ended before its end
-
-
-@dataclass
-class Notes:
-    """What all clients saw."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)  # "operation: how it ended"
-    faults: list[str] = field(default_factory=list)
-    num_faults: int = 0
-    num_given_up: int = 0  # turns after which the K/V was gone already
-    cancel_s: list[float] = field(default_factory=list)  # from cancelling to an idle session
-
-    def saw(self, operation: str, outcome: object) -> None:
-        self.outcomes[f"{operation}: {outcome}"] += 1
-
-    def hold(self, is_so: bool, what: str) -> None:
-        if not is_so:
-            self.num_faults += 1
-            if len(self.faults) < MAX_KEPT_FAULTS:
-                self.faults.append(what)
 
 
 @dataclass
@@ -244,12 +223,15 @@ class Worker:
 
     def _take_turn(self, held: Held, params: SamplingParams, events: list[Any]) -> None:
         """Hold a whole turn against what its session and its settings say."""
+        if not (len(events) > 1 and isinstance(events[0], Started) and isinstance(events[-1], Done)):
+            self._notes.hold(False, f"a turn of {held} with {params} is {events}")
+            return
         started, *middle, done = events
         num_tokens = sum(len(event.token_ids) for event in middle if isinstance(event, Tokens))
         num_told = sum(isinstance(event, HistoryTruncated) for event in middle)
         facts = [
-            isinstance(started, Started) and started.history_length == held.length,
-            isinstance(done, Done) and done.finish_reason in ("stop", "length"),
+            started.history_length == held.length,
+            done.finish_reason in ("stop", "length"),
             done.history_length == held.length + num_tokens,
             (done.usage.prompt_tokens, done.usage.completion_tokens) == (held.length, num_tokens),
             done.finish_reason == "stop" or num_tokens == params.max_tokens,
@@ -350,9 +332,9 @@ class Worker:
             closing = asyncio.ensure_future(self._client.close_session(held.session_id))
             events += [event async for event in reading]
             await closing
-        done = events[-1]
-        self._notes.hold(isinstance(done, Done), f"{held} was closed in a turn that ends with {done}")
-        self._notes.saw("close midway", done.finish_reason)
+        last = events[-1]
+        self._notes.hold(isinstance(last, Done), f"{held} was closed in a turn that ends with {last}")
+        self._notes.saw("close midway", last.finish_reason if isinstance(last, Done) else type(last).__name__)
         await self._check_closed(held)
 
     # --- copies ---

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import soak
 from soak import Figures, Sample
-from soak_worker import Held, Notes, Worker
+from soak_notes import Notes
+from soak_worker import Held, Worker
 
 from runtime.errors import CapacityExhausted, EngineUnavailable, SessionNotFound
 from runtime.types import Done, SamplingParams, SessionInfo, SessionOptions, SpeculationStats, Started, Tokens, Usage

@@ -95,7 +95,7 @@ def grammar_of(functions: Sequence[Function], choice: str, *, parallel: bool, te
     for index, function in enumerate(functions):
         head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
         rules.append(f'call_{index}: {json.dumps(head)} args_{index} "}}"')
-        rules.append(f"args_{index}: %json {_json(function.parameters or _ANY_OBJECT)}")
+        rules.append(f"args_{index}: %json {_json(_ANY_OBJECT | dict(function.parameters or {}))}")
     return Grammar("lark", "\n".join(rules) + "\n")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WithJsonSchema, field_validator
@@ -163,6 +164,14 @@ class DeclaredFunction(Body):
             raise ValueError(f"A function's name has 1 to 64 letters, digits, '_' and '-'; got {name[:80]!r}.")
         return name
 
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        kind = "object" if parameters is None else parameters.get("type", "object")
+        if kind != "object":
+            raise ValueError(f'Arguments have names, so the type of parameters is "object"; got {str(kind)[:80]!r}.')
+        return parameters
+
 
 class Tool(Body):
     type: Literal["function"]
@@ -259,8 +268,9 @@ class ChatRequest(SampledRequest):
         return [Function(function.name, function.description or "", function.parameters) for function in declared]
 
     def _more_params(self) -> Mapping[str, Any]:
-        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0, "grammar": self._grammar()}
+        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0, "grammar": self._grammar}
 
+    @cached_property  # each choice asks for it, and a schema may be large
     def _grammar(self) -> Grammar | None:
         schema = self._schema()
         if functions := self.functions:

@@ -140,10 +140,11 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "another method")
     messages = {
+        400: "The body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of thousands of digits.",
         404: f"There is nothing at {request.url.path}; /openapi.json lists what there is.",
         405: f"{request.method} is not allowed at {request.url.path}; use {allowed}.",
     }
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
     body = envelope(messages.get(error.status_code, error.detail), error.status_code, codes.get(error.status_code))
     return JSONResponse(body, error.status_code, error.headers)
 

@@ -28,7 +28,7 @@ from runtime.types import SEED_RANGE, SamplingParams, SessionOptions, Switch
 
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 16  # answers to one prompt
-MAX_PROMPTS = 64
+MAX_PROMPTS = 64  # of one request, and answers of one request to all of them
 MAX_METADATA = 16
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{,17}")  # one spelling, so that no id is given twice
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
@@ -234,6 +234,14 @@ class CompletionRequest(SampledRequest):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_checked_prompts)]
     logprobs: int | None = None
     echo: Literal[False] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _few_answers(cls, prompts: list[str | list[int]], info: ValidationInfo) -> list[str | list[int]]:
+        num_choices = info.data.get("n") or 1
+        if len(prompts) * num_choices > MAX_PROMPTS:
+            raise ValueError(f"{len(prompts)} prompts with n={num_choices} ask for more than {MAX_PROMPTS} answers at once.")
+        return prompts
 
     @property
     def limit(self) -> tuple[str, int | None]:

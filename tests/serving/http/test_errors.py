@@ -111,6 +111,8 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [TOOL, tool("g", {"not": {}})]}, "tools[1].function.parameters"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [tool("g", {"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("g", {"type": ["object", "null"]})]}, "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"user": 5}, "user"),
@@ -153,6 +155,7 @@ def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict
         (None, 1),
         ("a" * 3000, 1),
         ("a" * 1_000_000, 1),
+        (["a"] * 65, 1),
     ],
 )
 def test_a_prompt_that_cannot_be_continued_is_named(running: Running, prompt: Any, max_tokens: int) -> None:
@@ -189,6 +192,13 @@ def test_a_body_that_is_no_object_is_400(running: Running, body: str) -> None:
     response = post(running, "/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] is None
+
+
+@pytest.mark.parametrize("body", [b"\xff{", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_cannot_be_read_says_why(running: Running, body: bytes) -> None:
+    error = post(running, "/v1/chat/completions", content=body, headers={"content-type": "application/json"}).json()["error"]
+    assert error["code"] == "invalid_json"
+    assert "UTF-8" in error["message"]
 
 
 def test_a_body_that_is_not_said_to_be_json_is_400(running: Running) -> None:

@@ -99,3 +99,17 @@ def test_refusals_bear_the_name_that_the_client_used() -> None:
     assert completion.in_our_words(ContextLengthExceeded("token_ids", "No.")).param == "prompt"
     assert isinstance(completion.in_our_words(ContextLengthExceeded("token_ids", "No.")), ContextLengthExceeded)
     assert completion.in_our_words(InvalidRequest("top_p", "No.")).param == "top_p"
+
+
+def test_a_request_asks_for_so_many_answers_at_most() -> None:
+    assert CompletionRequest.model_validate({"model": "m", "prompt": ["a"] * 16, "n": 4}).num_choices == 4
+    with pytest.raises(ValidationError, match="17 prompts with n=4 ask for more than 64 answers"):
+        CompletionRequest.model_validate({"model": "m", "prompt": ["a"] * 17, "n": 4})
+
+
+def test_the_arguments_of_a_call_are_an_object_even_if_its_schema_does_not_say_so() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "tool_choice": "required"}
+    grammar = ChatRequest.model_validate(body).sampling_params().grammar
+    assert grammar is not None
+    assert '%json {"type": "object", "properties"' in grammar.text

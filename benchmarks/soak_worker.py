@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,8 @@ class Worker:
             self._notes.hold(False, f"{operation}: {type(error).__name__}: {error}")
             if held is not None:
                 self._forget(held.session_id)
-                await self._client.close_session(held.session_id)
+                with suppress(SessionNotFound):
+                    await self._client.close_session(held.session_id)
 
     def _forget(self, session_id: str) -> None:
         self._held = [held for held in self._held if held.session_id != session_id]

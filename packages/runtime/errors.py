@@ -21,6 +21,7 @@
     '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
        |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
        |- FeatureBudgetExceeded            the store is full
+       |- FeatureUnavailable               the place behind it does not answer now; nothing is known to be wrong with the row
        |- LeaseLost                        rows that this run leased are not its own any more; `sample_ids` names them
        |- RunTakenOver                     another process trains this run now
        |- ProducerFailed                   what made the rows of a run broke off; what it had published was handed out
@@ -159,6 +160,10 @@ class FeatureBudgetExceeded(FeatureError):
             "Delete rows that were trained, or raise features.budget_mib."
         )
         self.num_bytes = num_bytes
+
+
+class FeatureUnavailable(FeatureError):
+    reason = "FEATURE_UNAVAILABLE"
 
 
 class LeaseLost(FeatureError):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from runtime.errors import EngineUnavailable, FeatureError, InvalidRequest, RunTakenOver
+from runtime.errors import EngineUnavailable, FeatureError, FeatureUnavailable, InvalidRequest, RunTakenOver
 from runtime.features.ledger import Checkpoint, Ledger
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
@@ -140,6 +140,8 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
             except FeatureError as error:
                 if self._stopping.is_set():  # the ledger was closed under the call: nothing is wrong with the row
                     raise EngineUnavailable(STOPPING) from error
+                if isinstance(error, FeatureUnavailable):  # nor is it here: a trainer waits, and asks again
+                    raise EngineUnavailable(error.message) from error
                 raise
 
     async def _ask(self, question: Callable[..., Result], *args: Any) -> Result:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.errors import EngineUnavailable, FeatureError, FeatureNotFound, ProducerFailed
+from runtime.errors import EngineUnavailable, FeatureError, FeatureNotFound, FeatureUnavailable, ProducerFailed
 from runtime.features.leases import Leases, Rows
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
@@ -105,6 +106,8 @@ class OnlineStream:
         self._config = config
         self._check = check
         self._generator = torch.Generator().manual_seed(seed)
+        self._unread: deque[SampleRef] = deque()  # leased, and not looked at: their store does not answer
+        self._is_store_silent = False
         self._fresh: dict[str, tuple[SampleRef, TrainingRow]] = {}  # leased, not trained
         self._replay: dict[str, _Replayed] = {}  # trained, oldest first
         self._unsaved: dict[str, None] = {}  # trained since the last checkpoint, in this order
@@ -150,7 +153,7 @@ class OnlineStream:
         self.keep_alive()
 
     def is_exhausted(self) -> bool:
-        is_over = self._arrivals.is_over and not self._fresh
+        is_over = self._arrivals.is_over and not self._unread and not self._fresh
         return is_over and all(entry.num_passes >= self._config.passes for entry in self._replay.values())
 
     def keep_alive(self) -> None:
@@ -189,28 +192,44 @@ class OnlineStream:
             logger.warning("rows in hand could not be given back (%s); they return when their leases run out", error)
 
     def _lease(self, num_rows: int) -> None:
-        """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced."""
+        """Have num_rows fresh rows in hand if the queue holds them. Rows that cannot be used are failed and replaced; a
+        store that does not answer costs none, and is asked again at the next call."""
         self.keep_alive()
-        while (missing := num_rows - len(self._fresh)) > 0:
-            try:
+        try:
+            self._read_in()
+            while (missing := num_rows - len(self._fresh)) > 0:
                 refs = self._arrivals.take(missing)
-            except ProducerFailed:
-                if self._fresh:
-                    return  # what came before it is trained first
+                self._unread += refs
+                self._read_in()
+                if len(refs) < missing:
+                    break
+            self._is_store_silent = False
+        except FeatureUnavailable as error:
+            self._say_silent(error)
+        except ProducerFailed:
+            if not self._fresh:  # what came before it is trained first
                 raise
-            for ref in refs:
-                if any(ref.sample_id in ours for ours in (self._fresh, self._replay, self._unsaved)):
-                    continue  # ours before its lease ran out, and ours again
-                row = self._load(ref)
-                if row is not None:
-                    self._fresh[ref.sample_id] = (ref, row)
-                    self._arrived_at = time.monotonic()
-            if len(refs) < missing:
-                return
+
+    def _read_in(self) -> None:
+        while self._unread:
+            ref = self._unread[0]
+            is_ours = any(ref.sample_id in ours for ours in (self._fresh, self._replay, self._unsaved))
+            row = None if is_ours else self._load(ref)  # ours: its lease ran out, and it came again
+            if row is not None:
+                self._fresh[ref.sample_id] = (ref, row)
+                self._arrived_at = time.monotonic()
+            self._unread.popleft()
+
+    def _say_silent(self, error: FeatureUnavailable) -> None:
+        if not self._is_store_silent:
+            logger.warning("rows cannot be read now, and are waited for: %s", error)
+        self._is_store_silent = True
 
     def _load(self, ref: SampleRef) -> TrainingRow | None:
         try:
             return read_row(self._store, ref, self._check)
+        except FeatureUnavailable:
+            raise
         except FeatureError as error:
             logger.warning("row %s is not used: %s", ref.sample_id, error)
             self._ledger.fail(ref.sample_id, str(error), retryable=False)
@@ -218,7 +237,7 @@ class OnlineStream:
             return None
 
     def _load_again(self, names: Sequence[str], num_rows: int) -> list[TrainingRow]:
-        """The first num_rows of these rows that can still be read. Rows shed or damaged meanwhile leave the replay; for the
+        """The first num_rows of these rows that can be read now. Rows shed or damaged meanwhile leave the replay; for the
         ledger they stay what they are, for they were trained."""
         rows: list[TrainingRow] = []
         for name in names:
@@ -226,6 +245,9 @@ class OnlineStream:
                 break
             try:
                 rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)[0]))
+            except FeatureUnavailable as error:
+                self._say_silent(error)
+                break
             except FeatureError as error:
                 logger.log(logging.DEBUG if isinstance(error, FeatureNotFound) else logging.WARNING, "not replayed: %s", error)
                 del self._replay[name]

@@ -281,6 +281,24 @@ def test_a_row_that_is_gone_and_one_that_is_damaged_say_so(plane: Plane) -> None
     assert plane.ledger.failures() == {"damaged": "it is damaged"}
 
 
+def test_a_row_that_cannot_be_read_now_is_waited_for(plane: Plane) -> None:
+    ref = plane.put("row")
+    [path] = (plane.running.config.features_path / "rows").glob("row.*")
+    data = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # whatever keeps a disk from answering
+    with pytest.raises(EngineUnavailable, match="cannot be read"):
+        plane.client(retry=Retry(max_attempts=1)).get(ref)
+    waiting: Future[int] = Future()
+    client = plane.client()
+    threading.Thread(target=lambda: waiting.set_result(client.get(ref)[0].num_tokens), daemon=True).start()
+    with pytest.raises(TimeoutError):
+        waiting.result(0.3)
+    path.rmdir()
+    path.write_bytes(data)
+    assert waiting.result(SOON_S) == ref.num_tokens
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,24 @@ def test_replay_goes_on_without_rows_that_were_damaged(state, online: Callable, 
     for _ in range(8):
         assert names[2] not in take(stream)
     assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
+
+
+def test_a_store_that_does_not_answer_costs_no_row(state, online: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    """Here for want of file descriptors; a pool whose master is started again is the same."""
+    names = state.add(range(8))
+    stream = online(passes=2)
+    assert take(stream) == names[:4]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        batches = [stream.next_batch() for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert batches == [[], [], []]
+    assert len([record for record in caplog.records if "cannot be read" in record.getMessage()]) == 1, "said once"
+    assert state.ledger.status()["failed"] == 0
+    assert take(stream) == names[4:]
+    assert set(take(stream) + take(stream)) == set(names), "nor a pass of those in replay"
 
 
 def test_rows_that_are_not_finite_fail_with_a_reason(state, online: Callable) -> None:

@@ -16,10 +16,11 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.errors import FeatureError
+from runtime.errors import FeatureError, FeatureUnavailable
 
 SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
+PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED)
 
 
 class Database:
@@ -104,4 +105,6 @@ class Database:
             self._connection.execute("ROLLBACK")
 
     def _explain(self, error: sqlite3.Error) -> FeatureError:
-        return FeatureError(f"{self.path} cannot be used: {error}. Check the disk, or point features.root elsewhere.")
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # of an extended code, its kind
+        kind = FeatureUnavailable if code in PASSING else FeatureError
+        return kind(f"{self.path} cannot be used: {error}. Check the disk, or point features.root elsewhere.")

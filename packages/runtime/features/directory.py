@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from runtime.config import FeaturesConfig
-from runtime.errors import FeatureError
+from runtime.errors import FeatureError, FeatureUnavailable
 from runtime.features.indexed import NAME, IndexedStore, open_index
 
 
@@ -52,13 +52,16 @@ class Files:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise FeatureError(f"{path} cannot be read: {error.strerror}. Check the disk.") from error
+            raise _unreadable(path, error) from error
 
     def size(self, name: str) -> int | None:
+        path = self.directory / name
         try:
-            return (self.directory / name).stat().st_size
+            return path.stat().st_size
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     def remove(self, name: str) -> bool:
         _unlink(self._temporary(name))
@@ -115,6 +118,10 @@ class LocalDirectoryStore(IndexedStore):
 
 def open_store(config: FeaturesConfig, root: Path, dtype: torch.dtype) -> LocalDirectoryStore:
     return LocalDirectoryStore(root, config.budget_mib << 20, dtype=dtype)
+
+
+def _unreadable(path: Path, error: OSError) -> FeatureUnavailable:
+    return FeatureUnavailable(f"{path} cannot be read: {error.strerror}. Check the disk.")
 
 
 def _unlink(path: Path) -> None:

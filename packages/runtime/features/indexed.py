@@ -49,7 +49,8 @@ STALE_PER_PUT = 16  # released rows that a put tries to remove: more than one, s
 
 
 class Blobs(Protocol):
-    """Named bytes. Each method raises FeatureError, saying what to do, when the place behind it fails."""
+    """Named bytes. Each method raises FeatureError, saying what to do, when the place behind it fails; reading and
+    asking for a size FeatureUnavailable, since the blob may be whole."""
 
     @property
     def place(self) -> str:

@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 
 from runtime.config import FeaturesConfig, MooncakeConfig
-from runtime.errors import ConfigError, FeatureError
+from runtime.errors import ConfigError, FeatureError, FeatureUnavailable
 from runtime.features.indexed import NAME, IndexedStore, open_index
 from runtime.features.refs import SampleMeta, SampleRef
 from runtime.features.row import FeatureRow
@@ -70,7 +70,7 @@ class Pool:
             raise FeatureError(f"{self.uri(name)} has {size} bytes, more than the {LOCAL_BUFFER_BYTES} of a transfer. Cut rows.")
         data: bytes = self._client.get(self._key(name))
         if not data and self.size(name) is not None:
-            raise FeatureError(f"{self.uri(name)} cannot be read now: a member of {self.place} does not answer. Try again.")
+            raise FeatureUnavailable(f"{self.uri(name)} cannot be read now: a member of {self.place} does not answer. Try again.")
         return data or None
 
     def size(self, name: str) -> int | None:
@@ -106,8 +106,8 @@ class Pool:
     def _key(self, name: str) -> str:
         return name if KEY.fullmatch(name) else self._prefix + name
 
-    def _failure(self, what: str, name: str, code: int) -> FeatureError:
-        return FeatureError(
+    def _failure(self, what: str, name: str, code: int) -> FeatureUnavailable:
+        return FeatureUnavailable(
             f"{what} of {self.uri(name)} failed with Mooncake's code {code}. See that the pool's master and members run."
         )
 

@@ -69,11 +69,11 @@ class FeatureStore(Protocol):
 
     def get(self, ref: SampleRef) -> tuple[FeatureRow, Lease]:
         """The row, on the CPU, and the hold on it, whose age for gc begins anew. FeatureNotFound (a KeyError) when this
-        generation is gone, FeatureError when it is damaged or cannot be reached."""
+        generation is gone, FeatureUnavailable when it cannot be reached now, FeatureError when it is damaged."""
         ...
 
     def exists(self, ref: SampleRef) -> bool:
-        """Whether get would find a row of the right size. Cheap."""
+        """Whether get would find a row of the right size. Cheap. FeatureUnavailable when that cannot be told now."""
         ...
 
     def release(self, handle: Handle) -> bool:

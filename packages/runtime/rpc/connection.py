@@ -51,7 +51,7 @@ class Retry:
     max_s: float = 5.0
 
     def wait_s(self, num_failed: int) -> float:
-        return min(self.first_s * 2.0 ** (num_failed - 1), self.max_s) * random.uniform(0.5, 1.0)
+        return min(self.first_s * 2.0 ** min(num_failed - 1, 64), self.max_s) * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)

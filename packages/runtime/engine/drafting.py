@@ -7,6 +7,7 @@ may fail in any way: then its sessions go without drafts for a step, and the out
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 
@@ -88,9 +89,9 @@ class Drafting:
         """One call of the drafter that these share; the seconds that it took."""
         drafter = works[0].drafter
         assert drafter is not None
-        requests = [self._request(work, drafter) for work in works]
-        started = time.perf_counter()
         try:
+            requests = [self._request(work, drafter) for work in works]
+            started = time.perf_counter()
             proposals = drafter.propose(requests)
             seconds = time.perf_counter() - started
             drafts = [clip(draft, request.depth, self._vocab_size) for request, draft in zip(requests, proposals, strict=True)]
@@ -147,12 +148,19 @@ def _ask(work: Work) -> Ask:
 
 def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
     """What the target can verify of a proposal: nodes down to `depth`, in the vocabulary and with their `probs`, whose parents
-    are such nodes too. ValueError if its parents make no tree."""
+    are such nodes too. ValueError if its ids are no ints, its parents make no tree or its confidences are none."""
+    if any(not isinstance(token_id, int) for token_id in draft.token_ids):
+        raise ValueError(f"A draft has token ids {draft.token_ids}; each must be an int.")
     num_nodes = len(draft.token_ids) if draft.probs is None else min(len(draft.token_ids), len(draft.probs))
     if len(draft.lineage) < num_nodes or any(not -1 <= parent < node for node, parent in enumerate(draft.lineage)):
         raise ValueError(
             f"A draft of {len(draft.token_ids)} nodes has parents {draft.parents}; each must be an earlier node, or -1."
         )
+    confidences = draft.confidences
+    if confidences is not None and (
+        len(confidences) != len(draft.token_ids) or not all(0.0 <= confidence < math.inf for confidence in confidences)
+    ):
+        raise ValueError(f"A draft of {len(draft.token_ids)} nodes has confidences {confidences}; each needs one, 0 or more.")
     kept = {-1}
     for node, level in zip(range(num_nodes), draft.depths(), strict=False):
         if level < depth and 0 <= draft.token_ids[node] < vocab_size and draft.lineage[node] in kept:

@@ -9,6 +9,7 @@ All of it belongs to the engine's thread. Knows no requests and no sampling; wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
@@ -21,6 +22,8 @@ from runtime.sessions.prefixes import BLOCK_TOKENS, PrefixIndex, common_length
 from runtime.sessions.saved import SavedSession
 from runtime.sessions.session import Session
 from runtime.types import CachePolicy
+
+log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
@@ -96,9 +99,13 @@ class Holdings:
         self.count()
 
     def drop_draft(self, session: Session) -> None:
-        if session.draft is not None:
-            session.draft.drafter.drop_state(session.draft.handle)
-            session.draft = None
+        draft, session.draft = session.draft, None
+        if draft is None:
+            return
+        try:
+            draft.drafter.drop_state(draft.handle)
+        except Exception:  # a drafter may fail in any way; whatever it still holds goes with it
+            log.exception("Drafter %s did not give back the state of session %s.", draft.drafter.version, session.id)
 
     def _give(self, session: Session, cache: int) -> None:
         assert session.cache is None

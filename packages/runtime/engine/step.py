@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from runtime.backends.base import SegmentOutput, Target
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode
-from runtime.drafters.base import Drafter
+from runtime.drafters.base import Draft, Drafter
 from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
@@ -31,7 +32,7 @@ from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
-from runtime.speculation.accept import verify
+from runtime.speculation.accept import Verdict, verify
 from runtime.speculation.depth import Pacer
 from runtime.types import HistoryTruncated, SpeculationStats, Switch
 
@@ -86,7 +87,8 @@ class Stepper:
         started, context = time.perf_counter(), sum(work.request.session.cached for work in works) // len(works)
         outputs = self._verify(works)
         for work, output in zip(works, outputs, strict=True):
-            self._commit(work, output)
+            with self._alone(work):
+                self._commit(work, output)
         if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
             num_rows = sum(1 + len(work.draft.token_ids) for work in works)
             self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
@@ -174,8 +176,8 @@ class Stepper:
         path: Sequence[int] = ()
         if work.gives_tokens and not request.is_ending:
             try:
-                verdict = verify(output.logits, work.draft, request.processor, request.judging(work.draft.depth + 1))
-            except (SlipstreamError, ValueError) as error:  # unusable logits, or a draft outside its own distribution
+                verdict = self._judge(work, output)
+            except SlipstreamError as error:  # unusable logits
                 request.fail(error)
                 return
             self.drafting.record(work, verdict.path)
@@ -190,6 +192,35 @@ class Stepper:
         if request.is_ending:
             self._end(request)
 
+    def _judge(self, work: Work, output: SegmentOutput) -> Verdict:
+        """What the target keeps of the draft, and its own token. A draft that contradicts its own `probs` is as good as none."""
+        request = work.request
+        try:
+            return verify(output.logits, work.draft, request.processor, request.judging(work.draft.depth + 1))
+        except SlipstreamError:
+            raise
+        except Exception:
+            if not work.draft.token_ids:
+                raise
+            version = "none" if work.drafter is None else work.drafter.version
+            log.exception("A draft of drafter %s cannot be judged; this step runs without it.", version)
+            self.drafting.num_failures += 1
+            work.draft = Draft([])
+            return verify(output.logits[:1], work.draft, request.processor, request.judging(1))
+
+    @contextmanager
+    def _alone(self, work: Work) -> Iterator[None]:
+        """What goes wrong in here ends this generation and no other. Nobody knows what its K/V holds then, so it is given up."""
+        try:
+            yield
+        except Exception as error:
+            session = work.request.session
+            log.exception("What a step gave session %s could not be kept; its generation ends.", session.id)
+            self.holdings.release(session)
+            failure = EngineUnavailable(f"The step's result could not be kept: {error}. The session keeps its tokens; try again.")
+            failure.__cause__ = error
+            work.request.fail(failure)
+
     # --- both, on the device ---
 
     def _advance(self, fused: FusedSteps, works: list[Work]) -> None:
@@ -201,7 +232,8 @@ class Stepper:
             self._fail(works, error)
             return
         for outcome in outcomes:
-            self._keep(fused, outcome)
+            with self._alone(outcome.work):
+                self._keep(fused, outcome)
 
     def _keep(self, fused: FusedSteps, outcome: Outcome) -> None:
         """As `_commit`, but the K/V is there already, and too much of it where the turn ends early."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +84,54 @@ def test_a_draft_is_cut_to_what_can_be_verified() -> None:
     for parents in ([-1, 1], [-2, 0], [-1], [0, -1]):
         with pytest.raises(ValueError, match="earlier node"):
             clip(Draft([1, 2], None, parents), 9, 256)
+
+
+def q(*probs: float, token_ids: Sequence[int] = (1, 2)) -> SparseProbs:
+    return SparseProbs(torch.tensor(list(token_ids)), torch.tensor(probs))
+
+
+BROKEN: dict[str, Callable[[int], Draft]] = {
+    "no mass": lambda depth: Draft([1] * depth, [q(0.0, 1.0)] * depth),
+    "nothing at all": lambda depth: Draft([1] * depth, [q(0.0, 0.0)] * depth),
+    "no numbers": lambda depth: Draft([1] * depth, [q(math.nan, 1.0)] * depth),
+    "another vocabulary": lambda depth: Draft([1] * depth, [q(0.5, 0.5, token_ids=(1, 10**6))] * depth),
+    "too few probabilities": lambda depth: Draft([1] * depth, [q(1.0)] * depth),
+    "confidence is no number": lambda depth: Draft([1] * depth, confidences=[math.nan] * depth),
+    "confidence below 0": lambda depth: Draft([1] * depth, confidences=[-1.0] * depth),
+    "too few confidences": lambda depth: Draft([1] * depth, confidences=[0.5] * (depth - 1)),
+    "ids are no ints": lambda depth: Draft([1.0] * depth),  # type: ignore[list-item]
+    "ids are a tensor": lambda depth: Draft(torch.ones(depth, dtype=torch.int64)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_draft_that_contradicts_itself_costs_speed_only(make_engine: MakeEngine, kind: str) -> None:
+    params = replace(SAMPLED, logit_bias={1: -100.0})  # the token of these drafts is never accepted
+    expected, _ = run(make_engine(NoDrafter()), prompt_of(4), params)
+    drafter = ScriptedDrafter(lambda history, depth: BROKEN[kind](depth), "broken")
+    engine = make_engine(drafter, speculation=ADAPTIVE)
+    engine._stepper._pacer.costs = Costs({1: 1.0, 32: 1.01})  # drafts are worth it
+    listener, _ = run(engine, prompt_of(4), params)
+    assert listener.token_ids == expected.token_ids
+    assert engine.stats().num_drafter_failures > 0
+
+
+@pytest.mark.parametrize("method", ["new_state", "drop_state"])
+def test_a_drafter_that_fails_to_begin_or_to_end_costs_speed_only(
+    make_engine: MakeEngine, target: Target, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = random_drafter()
+
+    def broken(*_: int) -> int:
+        raise RuntimeError("out of memory")
+
+    engine = make_engine(drafter)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, method, broken)
+        listener, _ = run(engine, prompt_of(4), GREEDY)
+        engine.swap_drafter(NoDrafter())
+    again, _ = run(engine, prompt_of(4), GREEDY)
+    assert listener.token_ids == again.token_ids == greedy_reference(target, prompt_of(4), 40)
 
 
 # --- adaptive depth ---

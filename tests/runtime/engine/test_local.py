@@ -31,6 +31,7 @@ from .conftest import (
     Listener,
     MakeEngine,
     adversarial,
+    assert_greedy,
     endless,
     greedy_reference,
     perfect,
@@ -401,6 +402,31 @@ def test_a_forward_that_raises_fails_its_requests_and_nothing_else(
     assert info.history_length == 24 + len(listener.token_ids)
     after, _ = run(engine, [], GREEDY, session_id)
     assert after.token_ids == greedy_reference(target, [*prompt_of(0), *listener.token_ids], 40)
+
+
+def test_a_commit_that_raises_fails_its_request_and_nothing_else(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_batch_sessions=2)
+    session_id, listener, _ = endless(engine, 0)
+    _, other, generation = endless(engine, 1)
+    mine, commit = engine._store.get(session_id).cache, target.commit
+
+    def broken(cache: int, rows: Sequence[int]) -> None:
+        if cache == mine:
+            raise RuntimeError("out of memory")
+        commit(cache, rows)
+
+    monkeypatch.setattr(target, "commit", broken)
+    with pytest.raises(EngineUnavailable, match="out of memory"):
+        listener.wait()
+    monkeypatch.setattr(target, "commit", commit)
+    assert isinstance(other.next(), Tokens)
+    generation.cancel()  # type: ignore[attr-defined]
+    assert other.wait().finish_reason == "cancelled"
+    assert engine.get_session(session_id).history_length == 24 + len(listener.token_ids)
+    after, _ = run(engine, [], GREEDY, session_id)
+    assert_greedy(target, [*prompt_of(0), *listener.token_ids], after.token_ids)
 
 
 def test_unusable_logits_fail_one_request(make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Prompts for the target to answer: JSONL of conversations, each cut behind its last user message.
 
-    {"id": "a17", "conversations": [{"role": "user", "content": "Why is the sky blue?"}, ...]}
+    {"id": "a17", "conversations": [{"role": "user", "content": "Why is the sky blue?"}, ...], "tools": [...]}
 
-A conversation that cannot be asked is counted with its reason; a file that is not of this form is refused, with the line.
+`id` and `tools`, the functions that the target may call, can be left out. A conversation that cannot be asked is counted with
+its reason; a file that is not of this form is refused, with the line.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def load_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> tuple[lis
     """
     prompts: list[Prompt] = []
     left_out: Counter[str] = Counter()
-    for name, messages in _conversations(path):
+    for name, messages, tools in _conversations(path):
         asked = _up_to_last_question(messages)
         if not asked:
             left_out[NOTHING_ASKED] += 1
             continue
         try:
-            token_ids = tokenizer.encode_chat(asked)
-        except InvalidRequest:
+            token_ids = tokenizer.encode_chat(asked, tools)
+        except (InvalidRequest, RecursionError):
             left_out[REFUSED] += 1
             continue
         if len(token_ids) > max_tokens:
@@ -58,7 +59,8 @@ def _told(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in left_out.items()) or "no line in it"
 
 
-def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]]:
+    """(id, messages, tools) of each line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -68,12 +70,20 @@ def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise _malformed(path, number, f"it is not JSON ({error})") from error
-        messages = record.get("conversations") if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            json.dumps(record, ensure_ascii=False).encode()  # an escaped half of a character is JSON, but no text
+        except (ValueError, RecursionError) as error:
+            raise _malformed(path, number, f"it is not JSON of text ({error})") from error
+        messages: Any = record.get("conversations") if isinstance(record, dict) else None
+        if not _are_objects(messages):
             raise _malformed(path, number, "it has no list `conversations` of messages")
-        yield str(record.get("id", number)), messages
+        tools = record.get("tools") or []
+        if not _are_objects(tools):
+            raise _malformed(path, number, "its `tools` are no list of declarations")
+        yield str(record.get("id", number)), messages, tools
+
+
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def _malformed(path: Path, number: int, what: str) -> ConfigError:

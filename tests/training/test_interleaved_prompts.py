@@ -35,6 +35,15 @@ def test_a_conversation_is_cut_behind_its_last_question(tmp_path: Path, tokenize
     assert not left_out
 
 
+def test_tools_are_shown_to_the_target(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}{% for each in messages %}{{ each.content }}{% endfor %}"
+    tokenizer._pretrained.chat_template = template
+    path = tmp_path / "prompts"
+    path.write_text(json.dumps({"conversations": [QUESTION], "tools": [{"name": "search"}]}))
+    [prompt], _ = load_prompts(path, tokenizer, 1000)
+    assert list(prompt.token_ids) == tokenizer.encode("search Why?")
+
+
 def test_what_cannot_be_asked_is_counted_with_its_reason(tmp_path: Path, tokenizer: Tokenizer) -> None:
     robot = {"role": "robot", "content": "?"}
     long = {"role": "user", "content": "why " * 100}
@@ -51,6 +60,10 @@ def test_what_cannot_be_asked_is_counted_with_its_reason(tmp_path: Path, tokeniz
         ("[1]", "it has no list `conversations`"),
         ('{"messages": []}', "it has no list `conversations`"),
         ('{"conversations": ["Why?"]}', "it has no list `conversations`"),
+        ('{"conversations": [{"role": "user", "content": "\\ud83d"}]}', "it is not JSON of text"),
+        ('{"id": "\\ud83d", "conversations": []}', "it is not JSON of text"),
+        ('{"conversations": ' + "[" * 100_000, "it is not JSON of text"),
+        ('{"conversations": [], "tools": "search"}', "`tools` are no list"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, said: str) -> None:

@@ -166,7 +166,7 @@ class CaptureConfig:
     min_generated_tokens: int = 8  # shorter turns teach nothing
     max_row_tokens: int = 2048
     heldout_fraction: float = 0.125  # of rows, set aside for the gate
-    heldout_max_rows: int = 256  # of all slices together
+    heldout_max_rows: int = 256  # of all slices together, and at most a quarter of features.budget_mib
     queue_max_rows: int = 64  # turns waiting for the writer; beyond it the tap sheds
     redact: str | None = None  # package.module.function that says what must not be kept of a row
     classify: str | None = None  # package.module.function that names the slice of a turn whose client did not

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,10 @@ class Ledger:
         with self._database.transaction() as connection:
             return insert(connection, ref, SampleState.PENDING if split == "train" else SampleState.HELDOUT)
 
-    def hold_out(self, ref: SampleRef, max_rows: int) -> tuple[bool, list[SampleRef]]:
-        """Offer a stored row to the held-out reservoir of its slice. Together the reservoirs hold max_rows rows, shared as
-        evenly as what was offered allows; each holds those of its slice whose ids hash lowest, so a uniform sample of all
-        that were ever offered, whatever their order. A row that does not get in is committed for training.
+    def hold_out(self, ref: SampleRef, max_rows: int, max_bytes: int = sys.maxsize) -> tuple[bool, list[SampleRef]]:
+        """Offer a stored row to the held-out reservoir of its slice. Together the reservoirs hold max_rows rows and max_bytes
+        at most, shared as evenly as what was offered allows; each holds those of its slice whose ids hash lowest, so a uniform
+        sample of all that were ever offered, whatever their order. A row that does not get in is committed for training.
 
         Returns whether the row is new, and the rows pushed out: they are struck off, since what was ever held out is never
         trained on, and the caller deletes their features.
@@ -76,7 +77,7 @@ class Ledger:
         out: list[SampleRef] = []
         with self._database.transaction() as connection:
             is_new = insert(connection, ref, SampleState.HELDOUT)
-            while surplus := _surplus(connection, max_rows):
+            while surplus := _surplus(connection, max_rows, max_bytes):
                 if is_new and surplus.sample_id == ref.sample_id:
                     sql = "UPDATE samples SET state = 'pending', heldout_rank = NULL WHERE sample_id = ?"
                     connection.execute(sql, (ref.sample_id,))
@@ -322,10 +323,11 @@ def _off_the_books(connection: sqlite3.Connection, rows: Sequence[tuple[str, str
     return [SampleRef.from_json(text) for _, text in rows]
 
 
-def _surplus(connection: sqlite3.Connection, max_rows: int) -> SampleRef | None:
+def _surplus(connection: sqlite3.Connection, max_rows: int, max_bytes: int) -> SampleRef | None:
     """The row that the reservoirs must give up next, the highest of the largest slice; None if there are not too many."""
-    sizes = connection.execute("SELECT count(*), slice FROM samples WHERE state = 'heldout' GROUP BY slice").fetchall()
-    if sum(size for size, _ in sizes) <= max_rows:
+    sql = "SELECT count(*), slice, sum(num_bytes) FROM samples WHERE state = 'heldout' GROUP BY slice"
+    sizes = connection.execute(sql).fetchall()
+    if sum(size for size, _, _ in sizes) <= max_rows and sum(num_bytes for _, _, num_bytes in sizes) <= max_bytes:
         return None
     sql = "SELECT ref FROM samples WHERE state = 'heldout' AND slice = ? ORDER BY heldout_rank DESC LIMIT 1"
     return SampleRef.from_json(connection.execute(sql, (max(sizes)[1],)).fetchone()[0])

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 GC_EVERY_S = 300.0
 HEADER_BYTES = 512  # of a row's file, at most
+HELDOUT_SHARE = 0.25  # of the store's budget: what is held out never gives up its room, and must leave some for training
 
 
 class Outcome(StrEnum):
@@ -308,7 +309,8 @@ class FeatureTap:
         try:
             if chance >= self._config.heldout_fraction:
                 return self._ledger.commit(ref, "train")
-            is_new, pushed_out = self._ledger.hold_out(ref, self._config.heldout_max_rows)
+            max_bytes = int(HELDOUT_SHARE * self._store.budget_bytes)
+            is_new, pushed_out = self._ledger.hold_out(ref, self._config.heldout_max_rows, max_bytes)
         except FeatureError:
             self._store.release(ref)
             raise

@@ -332,6 +332,15 @@ def test_a_smaller_cap_pushes_the_surplus_out(ledger: Ledger, make_ref: MakeRef)
     assert len(out) + ledger.status()["pending"] == 5
 
 
+def test_the_reservoir_is_bounded_in_bytes_too(ledger: Ledger, make_ref: MakeRef) -> None:
+    size = make_ref("a").num_bytes
+    for name in "abcdef":
+        ledger.hold_out(make_ref(name), 6, max_bytes=3 * size + size // 2)
+    assert len(ledger.heldout()) == 3
+    assert ledger.hold_out(replace(make_ref("huge"), num_bytes=9 * size), 6, max_bytes=4 * size)[0]
+    assert sum(ref.num_bytes for ref in ledger.heldout()) <= 4 * size
+
+
 def test_a_cap_of_zero_trains_on_everything(ledger: Ledger, make_ref: MakeRef) -> None:
     assert ledger.hold_out(make_ref("a"), 0) == (True, [])
     assert _ids(ledger.lease("r", 9, 60)) == ["a"]

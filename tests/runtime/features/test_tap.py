@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def tapping(plane: Plane, info: TargetInfo, config: CaptureConfig = CONFIG, **op
 
 def _nonzero(tap: FeatureTap) -> dict[str, int]:
     return {outcome: count for outcome, count in tap.counters().items() if count}
+
+
+def _is_written(tap: FeatureTap, num_turns: int) -> bool:
+    return tap.counters()["captured"] + tap.counters()["shed_budget"] == num_turns
 
 
 def _rows(plane: Plane) -> list[FeatureRow]:
@@ -451,6 +456,25 @@ def test_the_budget_sheds_only_when_nothing_trained_is_left(
     assert store.used_bytes() <= store.budget_bytes
     assert not store.exists(refs[0])
     assert ledger.status() == {"pending": 4, "leased": 0, "durable": 2, "failed": 0, "heldout": 0}
+
+
+def test_held_out_rows_leave_room_for_those_to_train_on(
+    tmp_path: Path, target_info: TargetInfo, make_turn: MakeTurn, make_plane: Callable[[Path, int], Plane]
+) -> None:
+    """Rows so large that the reservoir would fill the budget before it had its number of them."""
+    with tapping(make_plane(tmp_path / "measure", 1 << 20), target_info) as tap:
+        tap.offer(make_turn("m"))
+    size = tap._store.used_bytes()
+    store, ledger = plane = make_plane(tmp_path / "real", 8 * size + 600)
+    with tapping(plane, target_info, CaptureConfig(heldout_fraction=0.5)) as tap:
+        for index in range(40):
+            tap.offer(make_turn(f"s{index}"))
+            _wait_until(partial(_is_written, tap, index + 1))
+            refs = ledger.lease("run", 9, 600)
+            ledger.record_checkpoint("run", f"c{index}", index, [ref.sample_id for ref in refs])
+    assert _nonzero(tap) == {"offered": 40, "captured": 40}
+    assert 0 < sum(ref.num_bytes for ref in ledger.heldout()) <= store.budget_bytes / 4
+    assert ledger.status()["failed"] == 0
 
 
 def test_tensors_are_let_go_when_written(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:

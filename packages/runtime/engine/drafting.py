@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from runtime.drafters.base import Draft, Drafter, DraftRequest
 from runtime.engine.holdings import Holdings
@@ -101,8 +102,9 @@ class Drafting:
             for work in works:
                 self._holdings.drop_draft(work.request.session)
             return 0.0
-        for work, draft in zip(works, drafts, strict=True):
-            work.draft = draft
+        for work, request, draft in zip(works, requests, drafts, strict=True):
+            # Where certain nodes were asked for they are judged as such: a seed's tokens depend on no `probs`.
+            work.draft = draft if request.temperature else replace(draft, probs=None)
             work.request.note_drafter(version)
         if self._pacer.costs is not None:
             depth = max(request.depth for request in requests)

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -105,8 +104,11 @@ BROKEN: dict[str, Callable[[int], Draft]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_draft_that_contradicts_itself_costs_speed_only(make_engine: MakeEngine, kind: str) -> None:
-    params = replace(SAMPLED, logit_bias={1: -100.0})  # the token of these drafts is never accepted
+def test_a_draft_that_contradicts_itself_costs_speed_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("runtime.engine.request.Uniforms", lambda seed: Uniforms(5))  # with a seed `probs` would not matter
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={1: -100.0})  # these drafts are never accepted
     expected, _ = run(make_engine(NoDrafter()), prompt_of(4), params)
     drafter = ScriptedDrafter(lambda history, depth: BROKEN[kind](depth), "broken")
     engine = make_engine(drafter, speculation=ADAPTIVE)
@@ -114,6 +116,14 @@ def test_a_draft_that_contradicts_itself_costs_speed_only(make_engine: MakeEngin
     listener, _ = run(engine, prompt_of(4), params)
     assert listener.token_ids == expected.token_ids
     assert engine.stats().num_drafter_failures > 0
+
+
+def test_a_seeds_tokens_depend_on_no_probabilities_that_a_drafter_claims(make_engine: MakeEngine) -> None:
+    expected, _ = run(make_engine(NoDrafter()), prompt_of(4), SAMPLED)
+    false = ScriptedDrafter(lambda history, depth: Draft([1] * depth, [q(1e-6, 1.0)] * depth), "false")
+    listener, done = run(make_engine(false), prompt_of(4), SAMPLED)
+    assert listener.token_ids == expected.token_ids
+    assert done.speculation.num_drafted > 0
 
 
 @pytest.mark.parametrize("method", ["new_state", "drop_state"])

@@ -72,7 +72,7 @@ class ServerConfig:
 class DeprecatedEndpoint:
     """An HTTP endpoint that will go. Each of its responses says so."""
 
-    path: str = ""
+    path: str = ""  # as /openapi.json has it, such as /v1/sessions/{session_id}/fork
     sunset: str = ""  # the day when it goes, as 2031-12-31; in the future
     successor: str = ""  # path or URL of what to use in its place
     since: str | None = None  # the day from which on it is deprecated; null: it is now

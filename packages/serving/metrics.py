@@ -177,6 +177,8 @@ def _drafters(stats: EngineStats, events: Mapping[str, int]) -> Iterator[Metric]
     yield _gauge("drafter_version_info", "The active drafter.", {stats.drafter_version: 1}, "drafter_version")
     yield _counter("drafter_swaps", "Switches of drafters.", {"": stats.num_swaps})
     yield _counter("drafter_failures", "Steps without drafts because the drafter raised.", {"": stats.num_drafter_failures})
+    rolled_back = {"operator": events.get("rolled_back", 0)}  # nobody else goes back
+    yield _counter("drafter_rollbacks", "Times that the version before was made active again.", rolled_back, "reason")
     yield _counter("drafter_events", "Events in the life of drafter versions.", events, "event")
 
 

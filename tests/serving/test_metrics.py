@@ -81,6 +81,7 @@ NAMES = [
     "inter_token_latency_seconds_bucket",
     "drafter_swap_seconds_bucket",
     "drafter_version_info",
+    "drafter_rollbacks_total",
 ]
 
 
@@ -116,7 +117,7 @@ def test_versions_are_told_apart_and_counts_are_added_before_dividing() -> None:
     metrics = ServerMetrics()
     admission = Admission(AdmissionConfig())
     admission.num_waiting = 2
-    metrics.read_from(Sources(Counted(stats), admission, lambda: {"activated": 4}, None))  # type: ignore[arg-type]
+    metrics.read_from(Sources(Counted(stats), admission, lambda: {"activated": 4, "rolled_back": 2}, None))  # type: ignore[arg-type]
     samples = samples_of(metrics.render().decode())
     assert value(samples, "mean_acceptance_length", drafter_version="old") == 1.5
     assert value(samples, "mean_acceptance_length", drafter_version="new") == 3.0
@@ -129,6 +130,7 @@ def test_versions_are_told_apart_and_counts_are_added_before_dividing() -> None:
     assert value(samples, "num_preemptions_total") == 7
     assert value(samples, "session_evicted_total", reason="EVICTED_LRU") == 3
     assert value(samples, "drafter_events_total", event="activated") == 4
+    assert value(samples, "drafter_rollbacks_total", reason="operator") == 2
 
 
 def test_several_tokens_of_one_step_share_its_time() -> None:

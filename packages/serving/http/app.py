@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from runtime.errors import ConfigError
 from serving.auth import Keys
 from serving.config import HttpConfig
 from serving.generations import Generations
@@ -56,4 +57,9 @@ def create_app(
     app.include_router(sessions_router(calls, config.request_timeout_s))
     app.include_router(drafters_router(lifecycle))
     app.include_router(health_router(state, describe, metrics))
+    for endpoint in config.deprecated:
+        if endpoint.path not in (paths := app.openapi()["paths"]):
+            raise ConfigError(
+                f"http.deprecated.path is {endpoint.path!r}, which is no endpoint; it is one of {', '.join(paths)}."
+            )
     return app

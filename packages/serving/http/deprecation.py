@@ -10,6 +10,7 @@ from datetime import UTC, date, datetime
 from email.utils import format_datetime
 
 from starlette.datastructures import MutableHeaders
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.config import DeprecatedEndpoint
@@ -18,10 +19,11 @@ from serving.config import DeprecatedEndpoint
 class Deprecations:
     def __init__(self, app: ASGIApp, endpoints: Sequence[DeprecatedEndpoint]) -> None:
         self._app = app
-        self._headers = {endpoint.path: headers_of(endpoint) for endpoint in endpoints}
+        self._headers = [(compile_path(endpoint.path)[0], headers_of(endpoint)) for endpoint in endpoints]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stamps = self._headers.get(scope["path"].rstrip("/")) if scope["type"] == "http" else None
+        path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        stamps = next((headers for pattern, headers in self._headers if pattern.match(path)), None)
         if stamps is None:
             await self._app(scope, receive, send)
             return

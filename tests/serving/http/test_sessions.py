@@ -183,13 +183,16 @@ def test_time_outs_end_work_and_say_so(start_server: StartServer) -> None:
 
 def test_deprecated_endpoints_say_so_on_every_response(start_server: StartServer) -> None:
     going = DeprecatedEndpoint("/v1/completions", sunset="2099-12-31", successor="/v1/chat/completions", since="2026-01-01")
-    running = start_server(http=HttpConfig(deprecated=[going], cors_origins=["https://example.org"]))
+    forks = DeprecatedEndpoint("/v1/sessions/{session_id}/fork", sunset="2099-12-31", successor="/v2")
+    running = start_server(http=HttpConfig(deprecated=[going, forks], cors_origins=["https://example.org"]))
     for body in ({"model": "tiny", "prompt": "Hi", "max_tokens": 1}, {"model": "other"}):
         answer = httpx.post(f"{running.ready.http}/v1/completions", json=body, timeout=30)
         assert answer.headers["deprecation"] == "@1767225600"
         assert answer.headers["sunset"] == "Thu, 31 Dec 2099 00:00:00 GMT"
         assert answer.headers["link"] == '</v1/chat/completions>; rel="successor-version"'
-    assert "sunset" not in httpx.get(f"{running.ready.http}/v1/models").headers
+    assert httpx.post(f"{running.ready.http}/v1/sessions/none/fork").headers["link"] == '</v2>; rel="successor-version"'
+    for path in ("/v1/models", "/v1/sessions/none", "/v1/sessions/a/b/fork"):
+        assert "sunset" not in httpx.get(f"{running.ready.http}{path}").headers
     asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
     allowed = httpx.options(f"{running.ready.http}/v1/completions", headers=asked)
     assert allowed.headers["access-control-allow-origin"] == "https://example.org"
@@ -204,3 +207,9 @@ def test_deprecated_endpoints_say_so_on_every_response(start_server: StartServer
 def test_a_deprecation_that_makes_no_sense_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"http\.deprecated"):
         DeprecatedEndpoint(**({"path": "/v1/completions", "sunset": "2099-12-31", "successor": "/x"} | change))
+
+
+def test_a_deprecated_endpoint_exists(start_server: StartServer) -> None:
+    typo = DeprecatedEndpoint("/v1/completion", sunset="2099-12-31", successor="/v1/chat/completions")
+    with pytest.raises(ConfigError, match="'/v1/completion', which is no endpoint; it is one of /v1/models"):
+        start_server(http=HttpConfig(deprecated=[typo]))

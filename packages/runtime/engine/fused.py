@@ -75,6 +75,11 @@ class Decoder(Protocol):
 class Fuses(Target, Protocol):
     """A target that runs whole steps."""
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Of K/V that it can hold; its memory does not grow."""
+        ...
+
     def new_decoder(self, max_depth: int) -> Decoder: ...
 
 

@@ -61,7 +61,10 @@ class Stepper:
         self._tap = tap
         self._stats = EngineStatsBuilder()
         self._max_batch_sessions = sessions.max_batch_sessions
-        self._fused = FusedSteps(target, self.drafting, speculation) if isinstance(target, Fuses) else None
+        self._fused: FusedSteps | None = None
+        if isinstance(target, Fuses):
+            self._fused = FusedSteps(target, self.drafting, speculation)
+            self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
 
     def prepare(self) -> None:
         """Before the first step: measure what there is to measure, if anything depends on it."""

@@ -26,6 +26,7 @@ from runtime.types import DrafterPolicy, SamplingParams, SessionOptions
 
 from .conftest import Listener, greedy_reference, prompt_of, random_eagle3
 
+CAPACITY_BYTES = 2**30  # less than the budget of the settings
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 
 
@@ -127,6 +128,7 @@ def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) 
         return decoders[-1]
 
     target.new_decoder = new_decoder  # type: ignore[attr-defined]
+    target.capacity_bytes = CAPACITY_BYTES  # type: ignore[attr-defined]
     speculation = SpeculationConfig(mode=request.param, max_draft_tokens=3)
     engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8))
     engine.start()
@@ -144,6 +146,7 @@ def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
         assert listener.token_ids == greedy_reference(oracle, prompt, 30)
         assert sum(listener.drafted) == done.speculation.num_accepted
     assert max(fused.decoder.depths) == 3
+    assert fused.engine.stats().kv_budget_bytes == CAPACITY_BYTES
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])

@@ -16,6 +16,15 @@ import triton.language as tl
 
 from runtime.backends.transformers.cuda.kernels import varying
 
+MAX_NODES = tl.constexpr(64)  # rows of a tree: one bit each
+
+
+@triton.jit
+def _is_ancestor(sees, node):
+    """[BM, BN] whether each of the nodes [BN] is in the bit masks `sees` [BM]; what is committed is seen by all."""
+    bit = sees[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)[None, :]
+    return (node < 0)[None, :] | ((bit & 1) == 1)
+
 
 @triton.jit(**varying("stride_split", "table_rows", "starts", "sizes", "lengths", "positions", "ancestors", "sinks", "windows"))
 def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows, starts, sizes, lengths, positions, ancestors,
@@ -25,7 +34,8 @@ def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows,
     """q [T, HEADS, D] -> out [T, HEADS, D]; with SPLITS > 1 float32 parts [SPLITS, T, HEADS, D] and their lse, in base 2.
 
     Per sequence s: rows starts[s] .. +sizes[s], row table_rows[s] of the block table, lengths[s] committed tokens, and a cache
-    policy (sinks[s], windows[s]). Per row: positions, and with TREE a bit mask of the nodes that it sees.
+    policy (sinks[s], windows[s]). Per row: positions, and with TREE a bit mask of the nodes that it sees; a
+    sequence of more than MAX_NODES rows is a chain all the same.
     """
     GROUPS: tl.constexpr = HEADS // KV_HEADS
     s = tl.program_id(0)
@@ -75,11 +85,9 @@ def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows,
             node = key - length
             is_new = (node >= 0) & (key < end)
             key_position = tl.where(is_new, tl.load(positions + start + node, mask=is_new, other=0), key)
+            seen = node[None, :] <= row[:, None]
             if TREE:
-                bit = (sees[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
-                seen = (node < 0)[None, :] | (bit == 1)
-            else:
-                seen = node[None, :] <= row[:, None]
+                seen = (seen & (size > MAX_NODES)) | (_is_ancestor(sees, node) & (size <= MAX_NODES))
             age = my_position[:, None] - key_position[None, :]
             seen &= live[None, :] & ((age < window) | (key_position < sink)[None, :])
             if LAYER_WINDOW > 0:
@@ -93,9 +101,8 @@ def attention_kernel(q, keys, values, out, lse, table, table_stride, table_rows,
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
             best = new_best
         has_any = total > 0  # a part of the keys may hold none that a row sees
-        total = tl.where(has_any, total, 1.0)
-        acc = acc / total[:, None]
+        acc = acc / tl.where(has_any, total, 1.0)[:, None]
         if SPLITS > 1:
             at += split.to(tl.int64) * stride_split * HEADS
-            tl.store(lse + at, tl.where(has_any, best + tl.log2(total), -1e30), mask=ok)
+            tl.store(lse + at, tl.where(has_any, best + tl.log2(tl.where(has_any, total, 1.0)), -1e30), mask=ok)
         tl.store(out + at[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None])

@@ -75,8 +75,9 @@ class PagedPool:
             self._row_owners.move_to_end(table.row, last=False)
         del self._tables[handle]
 
-    def num_bytes(self) -> int:
-        return self.blocks.num_used * self._block_bytes
+    def num_bytes(self, num_blocks: int | None = None) -> int:
+        """Of so many blocks; None: of those in use."""
+        return (self.blocks.num_used if num_blocks is None else num_blocks) * self._block_bytes
 
     @property
     def _block_bytes(self) -> int:

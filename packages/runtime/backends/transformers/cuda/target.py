@@ -37,7 +37,7 @@ MAX_GRAPH_ROWS = 512
 class Graphs:
     """What was launched once with these shapes is replayed from then on. Buffers are static, so replays read new inputs.
 
-    All graphs run on one stream and share one memory pool; what they leave in their buffers is read before the next replay.
+    What is launched allocates nothing, and what it leaves in its buffers is read before the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,9 +46,6 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs or self._device.type != "cuda"
 
     def run(self, key: Hashable, launches: Callable[[], None]) -> None:
         """Replay; the first time launch once for real, which compiles kernels, and capture for the next time."""
@@ -101,6 +98,8 @@ class CudaTarget:
         if not segments:
             return []
         check_batch(segments, self.length, self._info)
+        if any(segment.parents is not None and len(segment.token_ids) > MAX_NODES for segment in segments):
+            raise ValueError(f"A tree of more than {MAX_NODES} nodes cannot be verified at once; draft fewer.")
         tables = [self.pool[segment.cache] for segment in segments]
         sizes = [len(segment.token_ids) for segment in segments]
         self.pool.reserve(tables, sizes)
@@ -173,6 +172,11 @@ class CudaTarget:
         """Of rows [T, 4H]."""
         split = 3 * self._info.hidden_size
         return HiddenStates(hidden[:, :split], hidden[:, split:])
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of K/V; a tenth of the pool is kept back for blocks that are taken ahead."""
+        return self.pool.num_bytes(self.pool.blocks.num_blocks - 1) * 9 // 10
 
     def new_decoder(self, max_depth: int) -> FusedDecoder:
         """What runs whole steps of this target's sequences on the device, with chains of up to max_depth."""

@@ -101,6 +101,20 @@ def test_prompts_trees_and_chains_are_the_models_own(family: str, device: torch.
         assert_close(run(target, cache, TEXT[at : at + 5]).logits, logits[at : at + 5])
 
 
+def test_a_tree_and_a_long_chunk_share_a_forward(device: torch.device):
+    model = make_model("llama", device)
+    logits = model(torch.tensor([TEXT], device=device)).logits[0]
+    target = make_target(model, device)
+    tree, chunk = target.new_cache(), target.new_cache()
+    run(target, tree, TEXT[:70])
+    target.commit(tree, range(70))
+    first, second = target.forward([Segment(tree, TREE, PARENTS, num_logits=6), Segment(chunk, TEXT, num_logits=90)])
+    assert_close(first.logits[[0, 2, 4, 5]], logits[70:74])
+    assert_close(second.logits, logits)
+    with pytest.raises(ValueError, match="A tree of more than 64 nodes"):
+        target.forward([Segment(tree, TEXT[:65], [-1] * 65)])
+
+
 def test_other_models_are_left_to_the_general_target(device: torch.device):
     from runtime.backends.transformers.cuda.network import read_network
 

@@ -58,8 +58,8 @@ class Chatter:
         chunks = [json.loads(line) for line in data[:-1]]
         choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
         reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-        usage = chunks[-1].get("usage") or {}
-        is_so = data[-1] == "[DONE]" and reasons == ["length"] and usage.get("completion_tokens") == num_tokens
+        usage = (chunks[-1].get("usage") if chunks else None) or {}
+        is_so = data[-1:] == ["[DONE]"] and reasons == ["length"] and usage.get("completion_tokens") == num_tokens
         self._notes.hold(is_so, f"chat: {num_tokens} tokens were asked for; it ended with {data[-3:]}")
         self._notes.saw("chat", "done")
         return "".join(choice["delta"].get("content") or "" for choice in choices)

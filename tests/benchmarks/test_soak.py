@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import soak
 from soak import Figures, Sample
+from soak_chatter import Chatter
 from soak_notes import Notes
 from soak_worker import Held, Worker
 
@@ -19,7 +20,7 @@ from runtime.errors import CapacityExhausted, EngineUnavailable, SessionNotFound
 from runtime.types import Done, SamplingParams, SessionInfo, SessionOptions, SpeculationStats, Started, Tokens, Usage
 
 REST = Figures(threads=20, descriptors=30, resident_mib=500.0)
-FLAT = [Sample(float(second), 0.1, 500.0 + second % 2) for second in range(200)]
+FLAT = [Sample(float(second), second * 100, 0.1, 500.0 + second % 2) for second in range(400)]
 
 
 def test_a_server_that_is_as_it_was_passes() -> None:
@@ -46,17 +47,18 @@ def test_what_is_left_is_told(change: dict[str, Any], broken: str) -> None:
 
 
 def test_memory_is_judged_by_the_second_half_of_a_long_round() -> None:
-    growing = [Sample(float(second), 0.1, 500.0 + second / 10) for second in range(200)]
-    filling = [Sample(float(second), 0.1, min(500.0 + second, 580.0)) for second in range(200)]
+    growing = [Sample(float(second), second * 100, 0.1, 500.0 + second / 5) for second in range(400)]
+    filling = [Sample(float(second), second * 100, 0.1, min(500.0 + second, 680.0)) for second in range(400)]
     assert not soak.judge(Notes(), REST, REST, growing)["memory is flat"]
     assert soak.judge(Notes(), REST, REST, filling)["memory is flat"]
-    assert "memory is flat" not in soak.judge(Notes(), REST, REST, growing[:100])
-    assert soak.memory(growing)["mib_per_minute"] == pytest.approx(6.0)
+    assert "memory is flat" not in soak.judge(Notes(), REST, REST, growing[:200])
+    assert soak.memory(growing)["mib_per_minute"] == pytest.approx(12.0)
+    assert soak.memory(growing)["bytes_per_operation"] == pytest.approx(2**20 / 500, abs=0.01)
 
 
 def test_sessions_may_lose_their_kv_where_there_is_no_room_for_it() -> None:
     notes = Notes(num_given_up=1)
-    pressed = [*FLAT, Sample(200.0, 0.95, 500.0)]
+    pressed = [*FLAT, Sample(400.0, 40_000, 0.95, 500.0)]
     assert not soak.judge(notes, REST, REST, FLAT)["the clients saw what they expected"]
     assert soak.judge(notes, REST, REST, pressed)["the clients saw what they expected"]
 
@@ -142,6 +144,34 @@ def test_only_want_of_room_is_no_fault(error: Exception, num_faults: int) -> Non
 
     notes = Notes()
     asyncio.run(worker(notes)._guard("work", work()))
+    assert notes.num_faults == num_faults
+
+
+def chatted(*changes: tuple[int, str]) -> list[str]:
+    """The data of a chat of two tokens, some of its lines changed."""
+    said = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in ("a", "b")]
+    last = {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    data = [json.dumps(chunk) for chunk in (*said, last, {"choices": [], "usage": {"completion_tokens": 2}})]
+    data.append("[DONE]")
+    for place, line in changes:
+        data[place] = line
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "num_faults"),
+    [
+        (chatted(), 0),
+        ([], 1),
+        (chatted()[:-1], 1),
+        (chatted((-1, '{"error": {}}')), 1),
+        (chatted((3, '{"choices": [], "usage": {"completion_tokens": 1}}')), 1),
+        (chatted((2, '{"choices": []}')), 1),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_a_fault(data: list[str], num_faults: int) -> None:
+    notes = Notes()
+    Chatter(0, random.Random(0), "http://127.0.0.1:1", "tiny", notes)._read(data, 2)
     assert notes.num_faults == num_faults
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from runtime.errors import EngineUnavailable, FeatureError, FeatureUnavailable, InvalidRequest, RunTakenOver
-from runtime.features.ledger import Checkpoint, Ledger
+from runtime.features.ledger import LONGEST_LEASE_S, Checkpoint, Ledger
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
 from runtime.rpc import features_codec as codec
@@ -26,7 +26,6 @@ from serving.grpc_server import Context, GrpcServer, statuses
 SERVICE = pb.DESCRIPTOR.services_by_name["FeatureService"]
 
 MAX_LEASED_ROWS = 4096  # in one call
-MAX_TIMEOUT_S = 86_400.0
 STOPPING = "The server is shutting down; ask again when it is back."
 
 Result = TypeVar("Result")
@@ -156,6 +155,6 @@ def _check_named(request: Any) -> None:
 
 def _timeout_s(request: Any) -> float:
     timeout_s = float(request.timeout_s)
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:  # also refuses what is not a number
-        raise InvalidRequest("timeout_s", f"timeout_s must lie above 0 and at most {MAX_TIMEOUT_S:g}, got {timeout_s}.")
+    if not 0 < timeout_s <= LONGEST_LEASE_S:  # also refuses what is not a number
+        raise InvalidRequest("timeout_s", f"timeout_s must lie above 0 and at most {LONGEST_LEASE_S:g}, got {timeout_s}.")
     return timeout_s

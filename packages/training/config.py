@@ -21,6 +21,7 @@ from runtime.config import (
     require_period,
     require_threads,
 )
+from runtime.features.ledger import LONGEST_LEASE_S
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 WORKER = re.compile(r"[A-Za-z0-9._-]{0,32}")
@@ -133,7 +134,8 @@ class DataConfig:
         require(self.fill_wait_s >= 0, "data.fill_wait_s", self.fill_wait_s, "0 or more seconds")
         ok = self.replay_rows >= self.batch_rows
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
-        require(self.lease_timeout_s >= 1, "data.lease_timeout_s", self.lease_timeout_s, "at least 1 second")
+        ok = 1 <= self.lease_timeout_s <= LONGEST_LEASE_S
+        require(ok, "data.lease_timeout_s", self.lease_timeout_s, f"between 1 and {LONGEST_LEASE_S:.0f} seconds")
         require_period("data.poll_s", self.poll_s)
         ok = self.prompts is None or bool(self.prompts.strip())
         require(ok, "data.prompts", self.prompts, "a file of conversations, or null")

@@ -42,6 +42,7 @@ from training.config import DataConfig, GateConfig, Mode, ProducerConfig, Remote
         (DataConfig, {"replay_rows": 4}, "data.replay_rows is 4"),
         (DataConfig, {"passes": 0}, "data.passes is 0"),
         (DataConfig, {"lease_timeout_s": 0.5}, "data.lease_timeout_s is 0.5"),
+        (DataConfig, {"lease_timeout_s": 1e6}, "data.lease_timeout_s is 1000000.0"),
         (DataConfig, {"prompts": " "}, "data.prompts is ' '"),
         (TrainingConfig, {"mode": Mode.INTERLEAVED}, "data.prompts is None"),
         (TrainingConfig, {"data": DataConfig(prompts="file")}, "data.prompts is 'file'"),

@@ -29,6 +29,8 @@ from runtime.features.samples import IDS, SCHEMA, SampleState, entomb, give_up, 
 
 Split = Literal["train", "heldout"]
 
+LONGEST_LEASE_S = 86_400.0
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -42,7 +44,11 @@ class Checkpoint:
 
 
 class Ledger:
-    """Any number of threads and processes may use one file at once. Each method is one transaction."""
+    """Any number of threads and processes may use one file at once. Each method is one transaction.
+
+    Leases last up to LONGEST_LEASE_S by the machine's clock. One that ends later than that was given before the clock was set
+    back, and counts as expired: a run that is alive sets it right with its next heartbeat, and one that is dead never would.
+    """
 
     def __init__(
         self,
@@ -110,7 +116,7 @@ class Ledger:
         if not self._has_work(now):
             return []
         leased: list[SampleRef] = []
-        expiry = now + timeout_s
+        expiry = now + min(timeout_s, LONGEST_LEASE_S)
         with self._database.transaction() as connection:
             self._expire(connection, now)
             while len(leased) < limit:
@@ -127,7 +133,8 @@ class Ledger:
             # +state: by its id each, never by way of all that is pending
             sql = f"SELECT ref FROM samples WHERE +state = 'pending' AND sample_id IN {IDS} ORDER BY position"
             refs = [SampleRef.from_json(text) for (text,) in connection.execute(sql, (json.dumps(list(sample_ids)),))]
-            return [ref for ref in refs if self._take(connection, run_id, ref, self._clock() + timeout_s)]
+            expiry = self._clock() + min(timeout_s, LONGEST_LEASE_S)
+            return [ref for ref in refs if self._take(connection, run_id, ref, expiry)]
 
     def _take(self, connection: sqlite3.Connection, run_id: str, ref: SampleRef, expiry: float) -> bool:
         if not self._exists(ref):
@@ -146,7 +153,7 @@ class Ledger:
         """Extend all leases of this run to now + timeout_s; returns how many it still has."""
         with self._database.transaction() as connection:
             sql = "UPDATE samples SET lease_expires_at = ? WHERE run_id = ? AND state = 'leased'"
-            return connection.execute(sql, (self._clock() + timeout_s, run_id)).rowcount
+            return connection.execute(sql, (self._clock() + min(timeout_s, LONGEST_LEASE_S), run_id)).rowcount
 
     def record_checkpoint(
         self,
@@ -303,12 +310,14 @@ class Ledger:
     def _has_work(self, now: float) -> bool:
         """Whether a lease would find anything: a poll takes no write lock."""
         sql = """SELECT EXISTS(SELECT 1 FROM samples WHERE state = 'pending')
-            OR EXISTS(SELECT 1 FROM samples WHERE state = 'leased' AND lease_expires_at <= ?)"""
-        return bool(self._database.read(sql, (now,))[0][0])
+            OR EXISTS(SELECT 1 FROM samples WHERE state = 'leased' AND lease_expires_at <= ?)
+            OR EXISTS(SELECT 1 FROM samples WHERE state = 'leased' AND lease_expires_at > ?)"""
+        return bool(self._database.read(sql, (now, now + LONGEST_LEASE_S))[0][0])
 
     def _expire(self, connection: sqlite3.Connection, now: float) -> None:
-        sql = "SELECT sample_id, attempts FROM samples WHERE state = 'leased' AND lease_expires_at <= ?"
-        for sample_id, attempts in connection.execute(sql, (now,)).fetchall():
+        sql = """SELECT sample_id, attempts FROM samples WHERE state = 'leased' AND lease_expires_at <= ?
+            UNION ALL SELECT sample_id, attempts FROM samples WHERE state = 'leased' AND lease_expires_at > ?"""
+        for sample_id, attempts in connection.execute(sql, (now, now + LONGEST_LEASE_S)).fetchall():
             if attempts >= self._max_attempts:
                 give_up(connection, sample_id, f"its lease expired or failed {attempts} times")
             else:

@@ -16,6 +16,7 @@ import torch
 
 from runtime.errors import FeatureError, LeaseLost
 from runtime.features import Ledger, SampleRef
+from runtime.features.ledger import LONGEST_LEASE_S
 from runtime.features.refs import unit_hash
 
 MakeRef = Callable[..., SampleRef]
@@ -108,6 +109,20 @@ def test_heartbeats_keep_leases(ledger: Ledger, make_ref: MakeRef, clock: Clock)
     clock.now += 61
     assert _ids(ledger.lease("p", 9, 60)) == ["a", "b"]
     assert ledger.heartbeat("r", 60) == 0
+
+
+def test_a_clock_that_is_set_back_keeps_no_row_from_the_living(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
+    for name in "ab":
+        ledger.commit(make_ref(name), "train")
+    clock.now += 4 * LONGEST_LEASE_S  # as a machine starts up whose clock was never set
+    assert _ids(ledger.lease("dead", 1, 60)) == ["a"]
+    assert _ids(ledger.lease("alive", 1, 60)) == ["b"]
+    clock.now -= 4 * LONGEST_LEASE_S
+    assert ledger.heartbeat("alive", 60) == 1
+    assert _ids(ledger.lease("other", 9, 60)) == ["a"]
+    assert ledger.lease("other", 9, 60) == []
+    ledger.heartbeat("alive", 9 * LONGEST_LEASE_S)
+    assert ledger.lease("other", 9, 60) == [], "a longer lease than the longest is one of that"
 
 
 def test_rows_without_features_fail_with_a_reason_and_others_take_their_place(tmp_path: Path, make_ref: MakeRef) -> None:

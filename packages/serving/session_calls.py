@@ -12,7 +12,7 @@ from runtime.engine.base import Engine
 from runtime.errors import DrafterNotFound, InvalidRequest, SessionBusy
 from runtime.rpc import codec, generation_codec
 from runtime.rpc.v1 import runtime_pb2 as pb
-from runtime.types import Grammar, SessionInfo, SessionOptions
+from runtime.types import Grammar, SessionInfo, SessionOptions, Switch
 from serving.auth import Key
 from serving.generations import Generations, Stream
 from serving.prompts import Prompts
@@ -92,11 +92,13 @@ class SessionCalls:
             return self._describe(await self._with_drafter(make))
 
     def _options_of_fork(self, request: pb.ForkSessionRequest, key: Key) -> SessionOptions:
-        options = self._engine.get_session(request.session_id).options
+        parent = options = self._engine.get_session(request.session_id).options
         if request.HasField("options"):
             given = codec.session_options(request.options)
-            kept = given.cache_policy if request.options.HasField("cache_policy") else options.cache_policy
+            kept = given.cache_policy if request.options.HasField("cache_policy") else parent.cache_policy
             options = replace(given, cache_policy=kept)
+        if parent.capture is Switch.OFF:  # what was said there must not become a row, whoever asks for it
+            options = replace(options, capture=Switch.OFF)
         return key.consent(options)
 
     # --- saved sessions ---
@@ -130,8 +132,8 @@ class SessionCalls:
         """The events of the generation; the caller cancels the stream when it reads no more."""
         self._idle(request.session_id, key)
         params = generation_codec.sampling_params(request, self._engine.info.vocab_size)
-        if params.grammar is not None:  # compiling may take seconds: not on the event loop
-            await asyncio.to_thread(self._compile, params.grammar)
+        if params.grammar is not None:  # compiling may take seconds: not on the event loop; held, so that it is once
+            _held = await asyncio.to_thread(self._compile, params.grammar)
         return await self._generations.in_session(
             request.session_id,
             params,

@@ -93,8 +93,8 @@ def router(calls: SessionCalls, timeout_s: float | None) -> APIRouter:
     @routes.post("/sessions/{session_id}/generate", openapi_extra=_body(pb.GenerateRequest, "session_id", stream=True))
     async def generate(session_id: str, request: Request) -> Response:
         body = await _json(request)
-        streams = body.pop("stream", False) if isinstance(body, dict) else False
-        if not isinstance(streams, bool):
+        streams = body.pop("stream", None) if isinstance(body, dict) else None
+        if not isinstance(streams, bool | None):
             raise InvalidRequest("stream", f"stream must be true or false, got {streams!r}.")
         message = read(body, pb.GenerateRequest, session_id=session_id)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

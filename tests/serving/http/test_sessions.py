@@ -74,6 +74,13 @@ def test_a_stream_has_one_event_per_message(http: httpx.Client) -> None:
     assert events[-1][1]["finish_reason"] == "FINISH_REASON_LENGTH"
 
 
+def test_null_is_the_same_as_absent(http: httpx.Client) -> None:
+    session_id = http.post("/v1/sessions", json={"request_id": None}).json()["session_id"]
+    http.post(f"/v1/sessions/{session_id}/append", json={"text": "Hi", "token_ids": None})
+    answer = http.post(f"/v1/sessions/{session_id}/generate", json={"stream": None, "max_tokens": 1, "seed": None})
+    assert answer.json()["done"]["usage"]["completion_tokens"] == 1
+
+
 def test_forks_and_saved_sessions(http: httpx.Client) -> None:
     session = created(http)
     http.post(f"/sessions/{session}/append", json={"text": "Once upon"})

@@ -249,6 +249,17 @@ def test_nothing_of_a_key_without_capture_becomes_a_row(guarded: Running) -> Non
     wait_for(lambda: captured(guarded) == 1)
 
 
+def test_a_fork_of_what_must_not_be_captured_is_not_captured_either(guarded: Running) -> None:
+    with RuntimeClient(guarded.ready.grpc, api_key=USER) as ann, RuntimeClient(guarded.ready.grpc, api_key=CLINIC) as clinic:
+        session = clinic.create_session()
+        clinic.append(session.session_id, text="secret")
+        for options in (None, SessionOptions(), SessionOptions(capture=Switch.ON)):
+            fork = ann.fork_session(session.session_id, options=options)
+            assert fork.options.capture is Switch.OFF
+            list(ann.generate(fork.session_id, GREEDY))
+    assert captured(guarded) == 0
+
+
 def test_a_key_without_capture_keeps_out_of_sessions_that_may_be_captured(guarded: Running) -> None:
     with RuntimeClient(guarded.ready.grpc, api_key=USER) as ann, RuntimeClient(guarded.ready.grpc, api_key=CLINIC) as clinic:
         session = ann.create_session()

@@ -75,9 +75,9 @@ def test_a_stream_has_one_event_per_message(http: httpx.Client) -> None:
 
 
 def test_null_is_the_same_as_absent(http: httpx.Client) -> None:
-    session_id = http.post("/v1/sessions", json={"request_id": None}).json()["session_id"]
-    http.post(f"/v1/sessions/{session_id}/append", json={"text": "Hi", "token_ids": None})
-    answer = http.post(f"/v1/sessions/{session_id}/generate", json={"stream": None, "max_tokens": 1, "seed": None})
+    session_id = http.post("/sessions", json={"request_id": None}).json()["session_id"]
+    http.post(f"/sessions/{session_id}/append", json={"text": "Hi", "token_ids": None})
+    answer = http.post(f"/sessions/{session_id}/generate", json={"stream": None, "max_tokens": 1, "seed": None})
     assert answer.json()["done"]["usage"]["completion_tokens"] == 1
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from runtime.errors import (
     SessionBusy,
     SessionNotFound,
 )
-from runtime.types import Done, SamplingParams, SessionOptions, Started, Switch, Tokens
+from runtime.models import Tokenizer
+from runtime.types import Done, Event, SamplingParams, SessionOptions, Started, Switch, Tokens
 
 from .conftest import (
     GREEDY,
@@ -200,6 +202,8 @@ def test_a_stop_string_inside_an_accepted_batch_cuts_ids_text_logprobs_alike(
     assert len(listener.token_ids) == len(listener.logprobs) == done.usage.completion_tokens
     assert listener.token_ids == plain.token_ids[: len(listener.token_ids)]
     assert done.history_length == len(prompt) + len(listener.token_ids)
+    last, done = run(engine, prompt, replace(params, max_tokens=len(listener.token_ids)))
+    assert (done.finish_reason, done.matched_stop, last.text) == ("stop", stop, listener.text), "the cap hides no stop"
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop(make_engine: MakeEngine, target: Target) -> None:
@@ -274,6 +278,24 @@ def test_cancel_keeps_the_session_and_what_was_committed(make_engine: MakeEngine
     assert done.history_length == 24 + len(listener.token_ids) == engine.get_session(session_id).history_length
     after, _ = run(engine, prompt_of(9), GREEDY, session_id)
     assert after.token_ids == greedy_reference(target, [*prompt_of(0), *listener.token_ids, *prompt_of(9)], 40)
+
+
+def test_a_cancelled_turn_shows_the_text_that_might_have_become_a_stop(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
+    class Leaving(Listener):
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, Tokens) and event.token_ids and not event.text:
+                raise ConnectionError("the client has left")  # which cancels
+
+    engine = make_engine()
+    plain, _ = run(engine, prompt_of(1), GREEDY)
+    params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True, stop=(plain.text[6:] + "never",))
+    session_id = engine.create_session().session_id
+    engine.append(session_id, prompt_of(1))
+    listener = Leaving()
+    engine.generate(session_id, params, on_event=listener)
+    assert listener.wait().finish_reason == "cancelled"
+    assert listener.text == tokenizer.decode(listener.token_ids)
 
 
 def test_close_while_generating_cancels_and_frees(make_engine: MakeEngine, target: Target) -> None:

@@ -17,6 +17,7 @@ from serving.http.schemas import Body, SampledRequest, Text
 from serving.tools import Function, grammar_of
 
 MAX_TOOLS = 128
+MAX_MESSAGE_PARTS = 4096  # messages of a request, their content parts and their calls together
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TOOL_CHOICE_SCHEMA = {
@@ -52,6 +53,16 @@ def _joined_text(content: Any) -> Any:
             raise ValueError(f'Content part {index} is not {{"type": "text", "text": ...}}; this server takes text alone.')
         texts.append(part["text"])
     return "".join(texts)
+
+
+def _few_parts(messages: Any) -> Any:
+    """Counted before any is looked at: a hundred thousand would keep everybody else waiting for seconds."""
+    if isinstance(messages, list):
+        inner = [message.get(name) for message in messages if isinstance(message, dict) for name in ("content", "tool_calls")]
+        num_parts = len(messages) + sum(len(parts) for parts in inner if isinstance(parts, list))
+        if num_parts > MAX_MESSAGE_PARTS:
+            raise ValueError(f"messages has {num_parts} messages, parts and calls; {MAX_MESSAGE_PARTS} are taken.")
+    return messages
 
 
 class CalledFunction(Body):
@@ -201,12 +212,12 @@ def _tool_choice(choice: Any) -> Any:
 class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()]
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_parts)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(_tool_choice), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None
 
@@ -229,8 +240,6 @@ class ChatRequest(SampledRequest):
     @classmethod
     def _distinct(cls, tools: list[Tool] | None) -> list[Tool] | None:
         names = [tool.function.name for tool in tools or ()]
-        if len(names) > MAX_TOOLS:
-            raise ValueError(f"tools takes up to {MAX_TOOLS} functions, got {len(names)}.")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"tools has the function {min(twice)!r} more than once.")
         return tools
@@ -266,6 +275,9 @@ class ChatRequest(SampledRequest):
             return []
         declared = [tool.function for tool in self.tools or ()]
         return [Function(function.name, function.description or "", function.parameters) for function in declared]
+
+    def messages_for_template(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
 
     def _more_params(self) -> Mapping[str, Any]:
         return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0, "grammar": self._grammar}

@@ -82,7 +82,7 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
     @routes.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         model.check_name(body.model)
-        messages = [message.for_template() for message in body.messages]
+        messages = await asyncio.to_thread(body.messages_for_template)
         prompts = [model.prompts.of_chat(messages, body.functions)]
         tokens = model.token_bytes if body.logprobs else None
         try:

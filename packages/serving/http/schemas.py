@@ -30,14 +30,17 @@ MAX_STOP_STRINGS = 4
 MAX_CHOICES = 16  # answers to one prompt
 MAX_PROMPTS = 64  # of one request, and answers of one request to all of them
 MAX_METADATA = 16
+MAX_BIASES = 16384
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{,17}")  # one spelling, so that no id is given twice
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat has none
 
 
 def _unicode(text: str) -> str:
     """JSON can spell half a surrogate pair, which no tokenizer takes."""
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError("The text holds an unpaired surrogate, which is not Unicode.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("The text holds an unpaired surrogate, which is not Unicode.") from error
     return text
 
 
@@ -73,6 +76,8 @@ def _stop_list(stop: Any) -> Any:
 
 
 def _checked_bias(bias: Any) -> Any:
+    if isinstance(bias, dict) and len(bias) > MAX_BIASES:
+        raise ValueError(f"logit_bias takes up to {MAX_BIASES} tokens, got {len(bias)}.")
     for key, value in bias.items() if isinstance(bias, dict) else ():
         if not _TOKEN_ID.fullmatch(key):
             raise ValueError(f"logit_bias has the key {key[:20]!r}; its keys are token ids.")

@@ -111,6 +111,11 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [TOOL, tool("g", {"not": {}})]}, "tools[1].function.parameters"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [tool(f"f{index}", {}) for index in range(129)]}, "tools"),
+        ({"messages": [USER] * 4097}, "messages"),  # counted, before the first of them is missed its content
+        ({"messages": [USER | {"content": [{}] * 4096}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 4096}]}, "messages"),
+        ({"logit_bias": dict.fromkeys(map(str, range(16385)), 1)}, "logit_bias"),
         ({"tools": [tool("g", {"type": "string"})]}, "tools[0].function.parameters"),
         ({"tools": [tool("g", {"type": ["object", "null"]})]}, "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),

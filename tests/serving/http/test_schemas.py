@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -113,3 +114,13 @@ def test_the_arguments_of_a_call_are_an_object_even_if_its_schema_does_not_say_s
     grammar = ChatRequest.model_validate(body).sampling_params().grammar
     assert grammar is not None
     assert '%json {"type": "object", "properties"' in grammar.text
+
+
+def test_a_long_text_is_looked_at_quickly() -> None:
+    text = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 1_000_000
+    begun = time.process_time()
+    ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": text}]})
+    needed_s, begun = time.process_time() - begun, time.process_time()
+    for char in text:
+        assert char
+    assert needed_s < time.process_time() - begun, "slower than a loop over the characters"

@@ -66,7 +66,8 @@ def test_a_tree_is_verified_and_only_its_path_is_kept(make_engine: MakeEngine, t
     assert listener.token_ids == greedy_reference(target, prompt, 40)
     stats = done.speculation
     assert stats.mean_acceptance_length > 3.9
-    assert stats.accepted_per_position[:3] == stats.drafted_per_position[:3]
+    assert stats.accepted_per_position == stats.drafted_per_position[:3]
+    assert len(stats.drafted_per_position) == 4, "the depth counts, not the nodes: false siblings have children"
     assert stats.num_drafted > 3 * stats.num_accepted, "siblings are counted"
     assert sum(listener.drafted) == stats.num_accepted
 

@@ -21,6 +21,7 @@ from serving.generations import Stream
 
 from .conftest import Running, StartServer, wait_for
 
+MAX_POOL_THREADS = 16  # a pool of fixed size starts its threads when it is first wanted
 NUM_STREAMS = 1000
 NUM_TOKENS = 600
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -65,7 +66,7 @@ def test_a_thousand_streams_share_a_fixed_number_of_threads(start_server: StartS
     assert len(answers) == NUM_STREAMS
     assert all(done.usage.completion_tokens == 2 for done in answers)
     before, during = seen
-    assert during <= before + 2, f"{before} threads before, {during} with a thousand streams"
+    assert during <= before + MAX_POOL_THREADS, f"{before} threads before, {during} with a thousand streams"
     assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 

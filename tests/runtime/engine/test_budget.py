@@ -205,7 +205,8 @@ def test_a_long_prompt_costs_a_running_session_no_step(make_engine: MakeEngine, 
     target.forward = forward  # type: ignore[method-assign]
     assert set(gaps) == {1}
     assert len(gaps) == 150
-    assert max(sizes) <= 3 * 16 + 1  # the chunk is shared out, but for the least share of each
+    # The chunk is shared out, but for the least share of each; the running session's own prompt may be read in the same step.
+    assert max(sizes) <= 3 * 16 + 10
     assert sum(size > 16 for size in sizes[:140]) > 40  # they were read while it ran
 
 

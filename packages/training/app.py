@@ -35,6 +35,7 @@ from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
 from training.data import OfflineStream, OnlineStream
 from training.interleaved import build_online_eagle3_runtime
+from training.metrics import TrainMetrics
 from training.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
         _clean(run_dir)
         provenance(run_dir, config)
         _take_a_modest_share(config)
-        with Progress(run_dir, console) as progress:
+        with TrainMetrics(config.trainer.metrics_port) as metrics, Progress(run_dir, console, metrics) as progress:
             train(prepare(config, state_dir, run_dir, progress, stop))
         picture = plot.draw(run_dir)
         if picture is not None:

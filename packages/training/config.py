@@ -77,6 +77,7 @@ class TrainerConfig:
     max_time_s: float | None = None
     idle_timeout_s: float | None = None  # online: end after so long without a step to take
     settle_s: float = 10.0  # how long the end of a run waits for the server's word on the version published last
+    metrics_port: int | None = None  # Prometheus reads figures there, on this machine alone; 0: a free port; null: none
     gate: GateConfig = field(default_factory=GateConfig)
 
     def __post_init__(self) -> None:
@@ -97,6 +98,8 @@ class TrainerConfig:
         ok = self.draft_vocab_size is None or self.draft_vocab_size >= 2
         require(ok, "trainer.draft_vocab_size", self.draft_vocab_size, "at least 2, or null")
         require(self.vocabulary_tokens >= 1, "trainer.vocabulary_tokens", self.vocabulary_tokens, "at least 1")
+        ok = self.metrics_port is None or 0 <= self.metrics_port <= 65535
+        require(ok, "trainer.metrics_port", self.metrics_port, "between 0 and 65535, or null")
         self._check_intervals()
 
     @property

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from training.interleaved_producer import HELDOUT, ROW, UNUSABLE, Round
 from training.learner import StepResult
+from training.metrics import TrainMetrics
 from training.publish import Published, Verdict
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,12 @@ SMOOTHING = 0.9  # of the loss shown
 
 
 class Progress:
-    def __init__(self, run_dir: Path, console: Console) -> None:
+    def __init__(self, run_dir: Path, console: Console, metrics: TrainMetrics | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         _mend(run_dir / METRICS_FILE)
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._console = console
+        self._metrics = metrics or TrainMetrics()
         self._shown: dict[str, str] = {}
         self._producer: dict[str, str] = {}  # its side of an interleaved run, from its thread
         self._writing = threading.Lock()
@@ -65,6 +67,8 @@ class Progress:
     def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
         acceptance = [hits / max(drafted, 1) for hits, drafted in zip(result.num_accepted, result.num_drafted, strict=True)]
         rate = result.num_tokens / max(result.seconds, 1e-9)
+        self._metrics.stepped(result.step, result.loss, result.num_tokens)
+        self._metrics.waiting(figures)
         self._loss = result.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * result.loss
         if not math.isfinite(result.grad_norm):
             self._say(f"step {result.step}: the gradient is not finite, nothing was changed")
@@ -94,6 +98,7 @@ class Progress:
         self._log_now_and_then()
 
     def waiting(self, figures: Mapping[str, int]) -> None:
+        self._metrics.waiting(figures)
         self._shown = (
             self._shown
             | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
@@ -109,6 +114,7 @@ class Progress:
             self._say(f"step {step}: too few held-out rows to judge by")
             return
         self._write("judged", step=step, baseline=verdict.baseline.version, is_better=verdict.is_better, **verdict.metrics)
+        self._metrics.judged(verdict.metrics["acceptance_length"])
         self._shown["held-out acceptance"] = f"{verdict.metrics['acceptance_length']:.3f}"
         self._say(f"step {step}: acceptance length {verdict.reason}: {'better' if verdict.is_better else 'not published'}")
 

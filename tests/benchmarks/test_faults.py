@@ -32,8 +32,8 @@ def test_no_death_costs_a_row_or_counts_one_twice(tmp_path: Path, source: str, c
     assert told.exists(), run.stdout + run.stderr
     result = json.loads(told.read_text())
     assert all(kills >= 1 for kills in result["kills"].values())
-    assert result["rows"]["durable"] > 20
+    assert result["rows"]["durable"] >= count
     assert (result["rows_lost"], result["rows_twice"]) == (0, 0)
     assert result["held"]["none counts twice"], result
     assert result["requests_failed_otherwise"] == []
-    assert result["requests"] > 20
+    assert result["requests"] >= count, "clients were served meanwhile"

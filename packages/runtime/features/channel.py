@@ -25,7 +25,6 @@ class ChannelFigures:
     outstanding_bytes: int
     is_open: bool  # the gate: False while the producer waits for acknowledgements
     num_closings: int  # how often the gate has closed
-    num_shed: int  # offers refused
 
 
 class RefChannel:
@@ -49,7 +48,6 @@ class _State:
         self.failure: str | None = None
         self.is_left = False  # by the consumer: nobody will take anything any more
         self.is_out_of_room = False  # the producer waits, though the gate is open
-        self.num_shed = 0
 
     def push(self, ref: SampleRef) -> None:
         assert not self.is_closed, "a closed channel takes nothing"
@@ -61,7 +59,7 @@ class _State:
     def figures(self) -> ChannelFigures:
         with self.changed:
             flow = self.flow
-            return ChannelFigures(len(self.refs), flow.num_rows, flow.num_bytes, flow.is_open, flow.num_closings, self.num_shed)
+            return ChannelFigures(len(self.refs), flow.num_rows, flow.num_bytes, flow.is_open, flow.num_closings)
 
 
 class ProducerView:
@@ -74,16 +72,6 @@ class ProducerView:
         with self._state.changed:
             self._state.changed.wait_for(lambda: self._state.flow.is_open or self._state.is_left)
             if self._state.is_left:
-                return False
-            self._state.push(ref)
-            return True
-
-    def offer(self, ref: SampleRef) -> bool:
-        """Hand over a row of served traffic, which is never made to wait: False, and counted, when the gate is closed."""
-        refuse_tensors(ref)
-        with self._state.changed:
-            if self._state.is_left or not self._state.flow.is_open:
-                self._state.num_shed += 1
                 return False
             self._state.push(ref)
             return True

@@ -127,20 +127,11 @@ def test_a_producer_out_of_room_says_that_nothing_comes_before_an_acknowledgemen
     assert both.consumer.is_live
 
 
-def test_served_traffic_is_shed_and_counted_where_a_prompt_would_wait(make_ref: MakeRef) -> None:
-    both = channel(high=2, low=2)
-    assert [both.producer.offer(make_ref(name)) for name in "abcd"] == [True, True, False, False]
-    assert both.producer.figures().num_shed == 2
-    both.consumer.ack(["a"])
-    assert both.producer.offer(make_ref("e")) is True
-
-
 def test_a_tensor_is_refused_wherever_it_hides(make_ref: MakeRef) -> None:
     both = channel()
     smuggler = replace(make_ref("a"), labels={"weights": torch.zeros(2)})
-    for hand_over in (both.producer.publish, both.producer.offer):
-        with pytest.raises(FeatureError, match="tensors never travel on the control plane"):
-            hand_over(smuggler)
+    with pytest.raises(FeatureError, match="tensors never travel on the control plane"):
+        both.producer.publish(smuggler)
     assert both.consumer.get(1, 0) == []
 
 

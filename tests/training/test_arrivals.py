@@ -21,7 +21,7 @@ def channel() -> RefChannel:
 def publish(state, channel: RefChannel, seed: int) -> str:
     ref = state.store.put(state.meta(f"row-{seed}"), state.row(seed))
     state.ledger.commit(ref, "train")
-    assert channel.producer.offer(ref)
+    assert channel.producer.publish(ref)
     return ref.sample_id
 
 

@@ -32,7 +32,7 @@ from runtime.models import Tokenizer, resolve
 from runtime.types import Done, Failed, SamplingParams
 from serving.config import ServingConfig
 from training.config import TrainingConfig
-from training.interleaved_producer import TurnBox, row_of
+from training.interleaved.producer import TurnBox, row_of
 
 FULL = 64  # pending rows at which the producer waits
 

@@ -40,7 +40,7 @@ from runtime.features.ledger import Ledger
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.connection import Retry
 from runtime.types import SamplingParams
-from training import checkpoint
+from training.learning import checkpoint
 
 RUN = "faults"
 RESUME_LIMIT_S = 10.0

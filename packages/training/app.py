@@ -30,13 +30,13 @@ from runtime.features.plane import open_feature_plane
 from runtime.features.store import FeatureStore
 from runtime.files import TEMPORARY_PREFIX
 from runtime.models import absolute, home
-from training import plot
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
-from training.data import OfflineStream, OnlineStream
-from training.interleaved import build_online_eagle3_runtime
-from training.metrics import TrainMetrics
-from training.progress import Progress
+from training.data.stream import OfflineStream, OnlineStream
+from training.interleaved.loop import build_online_eagle3_runtime
+from training.reporting import plot
+from training.reporting.metrics import TrainMetrics
+from training.reporting.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from runtime.features.leases import Leases, Rows
 from runtime.models import ResolvedModel, absolute, resolve
 from runtime.registry import Registry
 from training.config import Mode, TrainingConfig
-from training.data import Check
-from training.learner import Learner
-from training.progress import Progress
-from training.publish import Baseline, Gate, Versions
-from training.source import Source
-from training.start import row_check, starting_drafter
-from training.target_weights import TargetWeights, load_target_weights
+from training.data.source import Source
+from training.data.stream import Check
+from training.judging.gate import Baseline, Gate, Versions
+from training.learning.learner import Learner
+from training.learning.start import row_check, starting_drafter
+from training.learning.target_weights import TargetWeights, load_target_weights
+from training.reporting.progress import Progress
 from training.trainer import Trainer
 
 

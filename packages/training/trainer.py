@@ -17,15 +17,15 @@ from typing import Any
 from runtime.errors import ConfigError
 from runtime.features.leases import Leases
 from runtime.files import temporary_directory
-from training import checkpoint
-from training.batches import TrainingRow
 from training.config import DataConfig, TrainerConfig
-from training.data import Stream
-from training.learner import Learner
-from training.progress import Progress
-from training.publish import Baseline, Gate
-from training.start import continue_from, from_scratch, generated_counts
-from training.target_weights import TargetWeights
+from training.data.batches import TrainingRow
+from training.data.stream import Stream
+from training.judging.gate import Baseline, Gate
+from training.learning import checkpoint
+from training.learning.learner import Learner
+from training.learning.start import continue_from, from_scratch, generated_counts
+from training.learning.target_weights import TargetWeights
+from training.reporting.progress import Progress
 
 logger = logging.getLogger(__name__)
 

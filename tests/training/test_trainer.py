@@ -13,9 +13,9 @@ import torch
 
 from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.refs import SampleMeta
-from training import checkpoint
 from training.app import run
 from training.config import Mode, TrainingConfig
+from training.learning import checkpoint
 
 
 def train(config: TrainingConfig) -> None:

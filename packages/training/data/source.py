@@ -1,0 +1,154 @@
+"""A server as the source: its training rows come over gRPC, and versions that pass the gate go back the same way.
+
+    python -m training source=grpc://10.0.0.5:50051
+
+grpcs:// is TLS. Checkpoints stay on this machine; which of them counts, the server's ledger says. A version is kept in the
+registry here and staged on the server, which decides on it. What the server serves is a baseline for the gate only if its
+weights are here: those that this machine published, and the drafter embedded for the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from runtime.drafters import embedded
+from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.none import NoDrafter
+from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable
+from runtime.models import absolute
+from runtime.registry import Registry, VersionRecord
+from runtime.registry.life import Origin
+from runtime.rpc.connection import Tls
+from runtime.rpc.drafters_client import DrafterClient
+from runtime.rpc.features_client import PATIENT, FeatureClient
+from training.config import RemoteConfig
+from training.learning.target_weights import TargetWeights
+
+logger = logging.getLogger(__name__)
+
+SOURCE = re.compile(r"(?P<scheme>grpcs?)://(?P<address>[^/\s]+:\d{1,5})/?")
+RETRY_S = 0.5
+KINDS = (NgramDrafter.version, NoDrafter.version)  # what a server may serve besides versions
+
+
+class Source:
+    """Connections to one server: `rows` is its ledger and store, `versions` its registry."""
+
+    def __init__(self, address: str, config: RemoteConfig, target: TargetWeights, registry: Registry) -> None:
+        """address: grpc://HOST:PORT or grpcs://HOST:PORT. ConfigError if that, or a file of config, cannot be used, or if
+        the server serves another model than this one; EngineUnavailable if it cannot be reached."""
+        match = SOURCE.fullmatch(address)
+        if match is None:
+            raise ConfigError(f"source is {address!r}; it must be grpc://HOST:PORT or grpcs://HOST:PORT.")
+        connection: dict[str, Any] = {
+            "api_key": _read_key(config.api_key_file),
+            "tls": _tls(config) if match["scheme"] == "grpcs" else None,
+            "timeout_s": config.patience_s,
+            "retry": PATIENT,
+        }
+        self.address = address
+        self.rows = FeatureClient(match["address"], **connection)
+        served = self.rows.target_fingerprint()
+        if served != target.fingerprint:  # its rows would all be failed, one after the other
+            raise ConfigError(
+                f"The server at {match['address']} serves model {served}, and model.name is {target.name!r}, which is "
+                f"{target.fingerprint}; name the server's model."
+            )
+        self._drafters = DrafterClient(match["address"], **connection)
+        self.versions = ServerVersions(registry, self._drafters, target, config.patience_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.rows.close()
+        self._drafters.close()
+
+
+class ServerVersions:
+    """Implements `Versions`: weights in a registry here, states as the server tells them."""
+
+    def __init__(self, registry: Registry, server: DrafterClient, target: TargetWeights, patience_s: float) -> None:
+        self.root = registry.root
+        self._registry = registry
+        self._server = server
+        self._patience_s = patience_s
+        self._unknown: str | None = None  # what the server serves and is not here; told once
+        directory = embedded.path_for(target.name)
+        if directory is not None:
+            whose = target.fingerprint
+            registry.publish(directory, parent=None, step=0, target_fingerprint=whose, metrics={}, notes="embedded")
+
+    def active(self) -> str | None:
+        """What the server serves, if its weights are here."""
+        version = self._server.active_version()
+        try:
+            self._registry.path(version)
+        except DrafterRejected:
+            if version != self._unknown and version not in KINDS:
+                self._unknown = version
+                logger.info(
+                    "the server's drafter %s is not on this machine: candidates are compared to where the run began", version
+                )
+            return None
+        return version
+
+    def path(self, version: str) -> Path:
+        return self._registry.path(version)
+
+    def get(self, version: str) -> VersionRecord:
+        record = self._registry.get(version)
+        entry = self._server.get(version)
+        return replace(record, state=entry.state, reason=entry.reason)
+
+    def publish(
+        self,
+        checkpoint_dir: Path,
+        *,
+        parent: str | None,
+        step: int,
+        target_fingerprint: str,
+        metrics: Mapping[str, float],
+        notes: str = "",
+    ) -> str:
+        origin = Origin(parent=parent, step=step, target_fingerprint=target_fingerprint, metrics=metrics, notes=notes)
+        version = self._registry.publish(
+            checkpoint_dir, parent=parent, step=step, target_fingerprint=target_fingerprint, metrics=metrics, notes=notes
+        )
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._server.upload(self._registry.path(version), origin).version
+            except EngineUnavailable:  # the same content again is the same version
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_S)
+
+
+def _read_key(file: str | None) -> str:
+    if file is None:
+        return ""
+    path = absolute("remote.api_key_file", file)
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"remote.api_key_file is {file!r}, which cannot be read ({error}); give another file.") from error
+    if not key or any(character.isspace() for character in key):
+        raise ConfigError(f"remote.api_key_file is {file!r}, and holds no key; write the server's key into it, and nothing else.")
+    return key
+
+
+def _tls(config: RemoteConfig) -> Tls:
+    files = {name: getattr(config, name) for name in ("ca", "certificate", "private_key")}
+    paths = {name: None if file is None else absolute(f"remote.{name}", file) for name, file in files.items()}
+    for name, path in paths.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"remote.{name} is {str(path)!r}, which is no file; give a PEM file.")
+    return Tls(**paths)

@@ -1,0 +1,359 @@
+"""The producing half of the interleaved loop: the target answers prompts, and each answer becomes a row that is published.
+
+    round   every prompt once; the drafter that speculates is the trainer's newest, so answers come faster as it learns
+    answer  engine events on the engine's thread -> a queue -> store, ledger and channel on the producer's thread
+
+It runs ahead of the trainer only as far as the channel lets it. Which rows there are to make, the ledger knows: what an
+earlier process of this run had made durable is not made again, everything else is. Knows no optimiser and no thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from runtime.drafters.eagle3 import Eagle3Drafter
+from runtime.eagle3 import Eagle3Model
+from runtime.engine.base import Engine, Generation
+from runtime.errors import FeatureBudgetExceeded
+from runtime.features.channel import ProducerView
+from runtime.features.cut import cut_turn
+from runtime.features.ledger import Ledger
+from runtime.features.plane import make_room
+from runtime.features.refs import SampleMeta, SampleRef, unit_hash
+from runtime.features.row import FeatureRow
+from runtime.features.store import FeatureStore
+from runtime.features.tap import CapturedTurn
+from runtime.hidden_states import HiddenStates
+from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch
+from training.config import ProducerConfig
+from training.data.batches import supervised
+from training.interleaved.prompts import Prompt
+from training.judging.simulation import total
+from training.learning.learner import Learner
+
+LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop
+KEEP_HOUSE_EVERY = 64  # answers
+ROW, HELDOUT = "row", "heldout"
+UNUSABLE = "unusable"  # an answer that ended at once, or states that are not finite
+
+
+class TurnBox:
+    """The engine's tap: keeps each finished turn until the producer fetches it."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, CapturedTurn] = {}
+
+    def offer(self, turn: CapturedTurn) -> bool:
+        self._turns[turn.session_id] = turn
+        return True
+
+    def fetch(self, session_id: str) -> CapturedTurn | None:
+        return self._turns.pop(session_id, None)
+
+    def close(self) -> None:
+        self._turns.clear()
+
+
+class Handover:
+    """The trainer's newest drafter, from its thread to the producer's. Copied only when it was asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        self._newest: tuple[Eagle3Model, int] | None = None
+
+    def ask(self) -> None:
+        with self._lock:
+            self._is_wanted = True
+
+    def after_step(self, learner: Learner) -> None:
+        """Between two steps of the trainer."""
+        if self._is_wanted:
+            newest = learner.served(), learner.num_steps
+            with self._lock:
+                self._is_wanted, self._newest = False, newest
+
+    def fetch(self) -> tuple[Eagle3Model, int] | None:
+        """(drafter, its step), once."""
+        with self._lock:
+            newest, self._newest = self._newest, None
+            return newest
+
+
+@dataclass
+class Round:
+    """What became of one round, so far or in all."""
+
+    number: int  # from 1
+    num_asked: int
+    num_answers: int = 0
+    kept: Counter[str] = field(default_factory=Counter)  # answers by what became of them: ROW, HELDOUT, UNUSABLE
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_tokens: int = 0  # generated
+    seconds: float = 0.0
+    drafter_version: str = ""  # the last one
+    began_at: float = field(default_factory=time.monotonic)
+
+    def add(self, done: Done, kept: str, drafter_version: str) -> None:
+        self.num_answers += 1
+        self.kept[kept] += 1
+        self.speculation = total((self.speculation, done.speculation))
+        self.num_tokens += done.usage.completion_tokens
+        self.seconds = time.monotonic() - self.began_at
+        self.drafter_version = drafter_version
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def figures(self) -> dict[str, float | str]:
+        return {
+            "round": self.number,
+            "answers": self.num_answers,
+            "rows": self.kept[ROW],
+            "heldout_rows": self.kept[HELDOUT],
+            "unusable": self.kept[UNUSABLE],
+            "generated_tokens": self.num_tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "acceptance_length": self.speculation.mean_acceptance_length,
+            "drafter": self.drafter_version,
+        }
+
+
+@dataclass(frozen=True)
+class _Running:
+    prompt: Prompt
+    sample_id: str
+    session_id: str
+    generation: Generation
+    is_heldout: bool
+
+
+class PromptProducer:
+    """`drive` is the producing side of `run_online_interleaved`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        turns: TurnBox,
+        prompts: Sequence[Prompt],
+        store: FeatureStore,
+        ledger: Ledger,
+        channel: ProducerView,
+        config: ProducerConfig,
+        *,
+        run_id: str,
+        seed: int,
+        max_heldout_rows: int,
+        max_trained_rows: int,  # durable rows whose features are kept, for replay
+        handover: Handover,
+        show: Callable[[Mapping[str, str]], None],  # figures of now
+        tell: Callable[[Round], None],  # a round is over
+    ) -> None:
+        self._engine = engine
+        self._turns = turns
+        self._prompts = prompts
+        self._store = store
+        self._ledger = ledger
+        self._channel = channel
+        self._config = config
+        self._run_id = run_id
+        self._seed = seed
+        self._max_trained_rows = max_trained_rows
+        self._handover = handover
+        self._show = show
+        self._tell = tell
+        self._heldout = _some(prompts, run_id, min(round(config.heldout_fraction * len(prompts)), max_heldout_rows))
+        self._known = set(ledger.consumption(run_id)) | set(ledger.failures())
+        self._ended: queue.SimpleQueue[tuple[str, Done | Failed]] = queue.SimpleQueue()
+        self._running: dict[str, _Running] = {}
+        self._recent: deque[SpeculationStats] = deque(maxlen=4 * config.concurrency)
+        self._asked_at = 0.0
+
+    def drive(self, should_stop: Callable[[], bool]) -> bool:
+        """Rounds until there were enough or it is to stop; whether all rounds were made. The channel hears how it ended."""
+        try:
+            number = 0
+            while not should_stop() and (self._config.max_rounds is None or number < self._config.max_rounds):
+                number += 1
+                self._round(number, should_stop)
+            return not should_stop()
+        except BaseException as error:  # whatever broke off the rows, the consumer must hear of it; it is raised on
+            self._channel.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._abandon()
+            self._channel.close()
+
+    # --- one round ---
+
+    def _round(self, number: int, should_stop: Callable[[], bool]) -> None:
+        waiting = deque(prompt for prompt in enumerate(self._prompts) if not self._is_known(number, *prompt))
+        made = Round(number, len(waiting))
+        self._ask_for_drafter()
+        while (waiting or self._running) and not should_stop():
+            self._take_newest_drafter()
+            while waiting and len(self._running) < self._config.concurrency:
+                self._start(number, *waiting.popleft())
+            ended = self._next_answer(should_stop)
+            if ended is None:
+                return
+            running, done = ended
+            made.add(done, self._keep(running), self._engine.drafter_version)
+            self._say_how_it_goes(made, done)
+            if made.num_answers % KEEP_HOUSE_EVERY == 0:
+                self._store.delete(self._ledger.keep_newest_durable(self._max_trained_rows))
+        self._tell(made)
+
+    def _is_known(self, number: int, index: int, prompt: Prompt) -> bool:
+        sample_id, _ = self._name(number, index, prompt)
+        return sample_id in self._known
+
+    def _name(self, number: int, index: int, prompt: Prompt) -> tuple[str, bool]:
+        """(sample id, whether it is held out). A prompt that is held out has one row for all rounds."""
+        is_heldout = index in self._heldout
+        key = f"{self._run_id}\0{0 if is_heldout else number}\0{index}\0{prompt.id}"
+        return hashlib.sha256(key.encode()).hexdigest()[:32], is_heldout
+
+    def _start(self, number: int, index: int, prompt: Prompt) -> None:
+        sample_id, is_heldout = self._name(number, index, prompt)
+        session_id = self._engine.create_session(SessionOptions(capture=Switch.ON)).session_id
+        self._engine.append(session_id, prompt.token_ids)
+        params = SamplingParams(
+            max_tokens=self._config.max_tokens,
+            temperature=self._config.temperature,
+            seed=int(unit_hash("answer", f"{self._seed}:{sample_id}") * 2**62),
+        )
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Done | Failed):
+                self._ended.put((session_id, event))
+
+        generation = self._engine.generate(session_id, params, on_event=on_event)
+        self._running[session_id] = _Running(prompt, sample_id, session_id, generation, is_heldout)
+
+    def _next_answer(self, should_stop: Callable[[], bool]) -> tuple[_Running, Done] | None:
+        """The next answer to end; None when it is to stop."""
+        while not should_stop():
+            try:
+                session_id, event = self._ended.get(timeout=LOOK_EVERY_S)
+            except queue.Empty:
+                continue
+            running = self._running.pop(session_id)
+            self._engine.close_session(session_id)
+            if isinstance(event, Failed):
+                raise event.error
+            return running, event
+        return None
+
+    def _abandon(self) -> None:
+        """Give up the answers in progress."""
+        while self._running:
+            session_id, running = self._running.popitem()
+            running.generation.cancel()
+            if self._engine.is_running:
+                self._engine.close_session(session_id)
+        self._turns.close()
+
+    # --- an answer becomes a row ---
+
+    def _keep(self, running: _Running) -> str:
+        """What became of it."""
+        turn = self._turns.fetch(running.session_id)
+        row = None if turn is None else row_of(turn)
+        if turn is None or row is None:
+            return UNUSABLE
+        meta = SampleMeta(
+            sample_id=running.sample_id,
+            run_id=self._run_id,
+            source=f"prompt/{running.prompt.id}",
+            target_fingerprint=self._engine.info.fingerprint,
+            aux_layer_ids=self._engine.info.aux_layer_ids,
+            drafter_version=turn.drafter_version,
+        )
+        ref = self._put(meta, row)
+        if ref is None:
+            return UNUSABLE
+        self._ledger.commit(ref, "heldout" if running.is_heldout else "train")
+        if running.is_heldout:
+            self._known.add(running.sample_id)
+            return HELDOUT
+        self._channel.publish(ref)
+        return ROW
+
+    def _put(self, meta: SampleMeta, row: FeatureRow) -> SampleRef | None:
+        """Store the row, waiting for rows that were trained to become durable and give up their room; None if nobody will
+        take it any more."""
+        num_bytes = sum(tensor.nbytes for tensor in row.tensors(self._store.dtype).values())
+        while True:
+            make_room(self._store, self._ledger, num_bytes)
+            try:
+                return self._store.put(meta, row)
+            except FeatureBudgetExceeded:
+                status = self._ledger.status()
+                if not status["pending"] and not status["leased"]:
+                    raise  # nothing that is there will ever give up room
+            if not self._channel.wait(LOOK_EVERY_S):
+                return None
+
+    # --- the drafter, and what is told ---
+
+    def _ask_for_drafter(self) -> None:
+        self._asked_at = time.monotonic()
+        self._handover.ask()
+
+    def _take_newest_drafter(self) -> None:
+        newest = self._handover.fetch()
+        if newest is not None:
+            model, step = newest
+            info = self._engine.info
+            served = model.to(device=info.device, dtype=getattr(torch, info.dtype))
+            self._engine.swap_drafter(Eagle3Drafter(served, f"{self._run_id}@{step}"))
+        if time.monotonic() - self._asked_at >= self._config.swap_every_s:
+            self._ask_for_drafter()
+
+    def _say_how_it_goes(self, made: Round, done: Done) -> None:
+        self._recent.append(done.speculation)
+        rounds = "" if self._config.max_rounds is None else f" of {self._config.max_rounds}"
+        flow = self._channel.figures()
+        self._show(
+            {
+                "round": f"{made.number}{rounds}",
+                "answers": f"{made.num_answers} of {made.num_asked}",
+                "tokens/s": f"{made.tokens_per_s:.0f}",
+                "acceptance length": f"{total(self._recent).mean_acceptance_length:.2f}",
+                "drafter": made.drafter_version,
+                "ahead of the trainer": f"{flow.num_outstanding} rows{'' if flow.is_open else ', waiting'}",
+            }
+        )
+
+
+def _some(prompts: Sequence[Prompt], run_id: str, count: int) -> frozenset[int]:
+    """The indices of so many prompts: by chance, but the same ones in every process of the run."""
+    chances = [unit_hash("heldout", f"{run_id}:{index}:{prompt.id}") for index, prompt in enumerate(prompts)]
+    return frozenset(sorted(range(len(prompts)), key=chances.__getitem__)[:count])
+
+
+def row_of(turn: CapturedTurn) -> FeatureRow | None:
+    """The whole turn as one row, up to its last generated token; None if no drafter can learn from it."""
+    cuts = cut_turn(turn.generated, len(turn.token_ids))
+    if not cuts:
+        return None
+    [cut] = cuts
+    hidden = HiddenStates(
+        torch.cat([part.aux for part in turn.hidden])[: cut.stop - 1],
+        torch.cat([part.last for part in turn.hidden])[: cut.stop - 1],
+    )
+    generated = torch.tensor(turn.generated[: cut.stop])
+    if not len(supervised(generated)[0]) or not (hidden.aux.isfinite().all() and hidden.last.isfinite().all()):
+        return None
+    return FeatureRow(torch.tensor(turn.token_ids[: cut.stop]), generated, hidden, turn.labels)

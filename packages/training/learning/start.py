@@ -1,0 +1,102 @@
+"""Where a run begins: a drafter that exists, or a new one whose draft vocabulary comes from the traffic.
+
+`auto` takes the registry's active version, else the drafter embedded for the model, else starts from scratch. Continuing
+keeps the vocabulary; from scratch it is the tokens generated most often in the first rows, the output head is the target's
+own rows for them, and the rest is random. Knows no ledger and no loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from runtime.drafters import embedded
+from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, load, version_id
+from runtime.errors import ConfigError
+from runtime.features.refs import SampleRef
+from runtime.models import absolute
+from runtime.registry import Manifest
+from training.config import TrainerConfig
+from training.data.batches import TrainingRow
+from training.data.stream import Check
+from training.judging.gate import NGRAM, Baseline, Versions
+from training.learning.learner import Learner, conditioning
+from training.learning.target_weights import TargetWeights
+
+AUTO, SCRATCH = "auto", "scratch"
+CONTINUE_RATE, SCRATCH_RATE = 5e-4, 2e-3
+DEFAULT_VOCABULARY_SIZE = 8192
+
+
+def starting_drafter(init: str, registry: Versions, target: TargetWeights) -> Baseline:
+    """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
+    if init == SCRATCH:
+        return Baseline(NGRAM, None)
+    directory = _active_or_embedded(registry, target) if init == AUTO else absolute("trainer.init", init)
+    if directory is None:
+        return Baseline(NGRAM, None)
+    if not directory.is_dir():
+        raise ConfigError(f"trainer.init is {init!r}; it must be auto, scratch, or the directory of a drafter that exists.")
+    return Baseline(version_id(directory), directory)
+
+
+def _active_or_embedded(registry: Versions, target: TargetWeights) -> Path | None:
+    active = registry.active()
+    if active is None:
+        return embedded.path_for(target.name)
+    made_for = Manifest.read(registry.path(active)).target_fingerprint
+    if made_for != target.fingerprint:
+        raise ConfigError(
+            f"The active version {active} was trained for target {made_for}, and {target.name} is {target.fingerprint}. "
+            "Use another state_dir, or trainer.init=scratch."
+        )
+    return registry.path(active)
+
+
+def continue_from(directory: Path, target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow]) -> Learner:
+    """A learner on the drafter in this directory. rows: the first of the traffic, for the conditioning."""
+    model = load(directory, target.embedding, dtype=torch.float32, device=target.device)
+    layers = model.config.aux_layer_ids
+    if layers is not None and layers != target.aux_layer_ids:
+        raise ConfigError(
+            f"The drafter in {directory} reads layers {list(layers)} of its target; {target.name} captures "
+            f"{list(target.aux_layer_ids)}. Start from another one, or with trainer.init=scratch."
+        )
+    return Learner(model, conditioning(model, rows), target, config, config.learning_rate or CONTINUE_RATE)
+
+
+def from_scratch(target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow]) -> Learner:
+    """A learner on a new drafter. rows: the first of the traffic, for the draft vocabulary and the conditioning."""
+    size = min(config.draft_vocab_size or DEFAULT_VOCABULARY_SIZE, target.vocab_size)
+    vocabulary = DraftVocabulary.from_token_counts(generated_counts(rows, target.vocab_size), size)
+    shape = Eagle3Config.for_target(target.config, size, aux_layer_ids=target.aux_layer_ids)
+    model = Eagle3Model(shape, vocabulary, target.embedding)
+    model.init_from_target(target.lm_head.float(), target.final_norm.float(), torch.Generator().manual_seed(config.seed))
+    scale = conditioning(model, rows)
+    with torch.no_grad():
+        model.fc.weight.mul_(scale)  # the random start is random where training sees it: behind the conditioning
+    return Learner(model.to(target.device), scale, target, config, config.learning_rate or SCRATCH_RATE)
+
+
+def generated_counts(rows: Sequence[TrainingRow], vocab_size: int) -> torch.Tensor:
+    """int64 [V]: how often each token was generated in these rows."""
+    ids = [row.features.token_ids[row.features.generated] for row in rows]
+    return torch.bincount(torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64), minlength=vocab_size)
+
+
+def row_check(target: TargetWeights) -> Check:
+    """Why a row cannot be trained on or judged by, for this target."""
+    width = target.hidden_size
+
+    def check(ref: SampleRef) -> str | None:
+        if ref.target_fingerprint != target.fingerprint:
+            return f"it was captured from target {ref.target_fingerprint}, and this one is {target.fingerprint}"
+        if ref.aux_layer_ids != target.aux_layer_ids:
+            return f"it holds layers {list(ref.aux_layer_ids)}, and this drafter reads {list(target.aux_layer_ids)}"
+        if ref.features["aux"].shape[1:] != (3 * width,):
+            return f"its states have shape {list(ref.features['aux'].shape)}, and this target is {width} wide"
+        return None
+
+    return check

@@ -1,0 +1,200 @@
+"""What a run tells: a live panel on a terminal, plain log lines elsewhere, and one JSON line per event in metrics.jsonl.
+
+Knows nothing about how numbers come about. A resumed run appends; steps that a crash took back appear again, and the later
+line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from training.interleaved.producer import HELDOUT, ROW, UNUSABLE, Round
+from training.judging.gate import Published, Verdict
+from training.learning.learner import StepResult
+from training.reporting.metrics import TrainMetrics
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+LOG_EVERY_S = 5.0
+SMOOTHING = 0.9  # of the loss shown
+
+
+class Progress:
+    def __init__(self, run_dir: Path, console: Console, metrics: TrainMetrics | None = None) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _mend(run_dir / METRICS_FILE)
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._console = console
+        self._metrics = metrics or TrainMetrics()
+        self._shown: dict[str, str] = {}
+        self._producer: dict[str, str] = {}  # its side of an interleaved run, from its thread
+        self._writing = threading.Lock()
+        self._loss: float | None = None
+        self._logged_at = 0.0
+        self._exit = ExitStack()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live = self._exit.enter_context(Live(console=self._console, refresh_per_second=4, get_renderable=self._panel))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._exit.close()
+        self._file.close()
+
+    # --- events ---
+
+    def began(self, how: str, step: int) -> None:
+        self._write("began", step=step, how=how)
+        self._say(f"training begins {how}" if step == 0 else how)
+
+    def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
+        acceptance = [hits / max(drafted, 1) for hits, drafted in zip(result.num_accepted, result.num_drafted, strict=True)]
+        rate = result.num_tokens / max(result.seconds, 1e-9)
+        self._metrics.stepped(result.step, result.loss, result.num_tokens)
+        self._metrics.waiting(figures)
+        self._loss = result.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * result.loss
+        if not math.isfinite(result.grad_norm):
+            self._say(f"step {result.step}: the gradient is not finite, nothing was changed")
+        self._write(
+            "step",
+            step=result.step,
+            loss=result.loss,
+            depth_losses=result.depth_losses,
+            acceptance=acceptance,
+            num_supervised=result.num_supervised,
+            num_tokens=result.num_tokens,
+            num_rows=num_rows,
+            grad_norm=result.grad_norm,
+            seconds=result.seconds,
+            **figures,
+        )
+        self._shown = (
+            self._shown
+            | {
+                "step": f"{result.step}",
+                "loss": f"{self._loss:.3f}",
+                "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
+                "tokens/s": f"{rate:.0f}",
+            }
+            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+        )
+        self._log_now_and_then()
+
+    def waiting(self, figures: Mapping[str, int]) -> None:
+        self._metrics.waiting(figures)
+        self._shown = (
+            self._shown
+            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+            | {"tokens/s": "waiting for rows"}
+        )
+        self._log_now_and_then(every_s=12 * LOG_EVERY_S)
+
+    def saved(self, step: int, directory: Path) -> None:
+        self._write("saved", step=step, path=str(directory))
+
+    def judged(self, step: int, verdict: Verdict | None) -> None:
+        if verdict is None:
+            self._say(f"step {step}: too few held-out rows to judge by")
+            return
+        self._write("judged", step=step, baseline=verdict.baseline.version, is_better=verdict.is_better, **verdict.metrics)
+        self._metrics.judged(verdict.metrics["acceptance_length"])
+        self._shown["held-out acceptance"] = f"{verdict.metrics['acceptance_length']:.3f}"
+        self._say(f"step {step}: acceptance length {verdict.reason}: {'better' if verdict.is_better else 'not published'}")
+
+    def published(self, step: int, version: str, verdict: Verdict) -> None:
+        self._write("published", step=step, version=version, baseline=verdict.baseline.version, **verdict.metrics)
+        self._shown["published"] = version
+        self._say(f"step {step}: published version {version}")
+
+    def decided(self, news: Published) -> None:
+        self._write("version", version=news.version, state=news.state.value, reason=news.reason)
+        self._shown["published"] = f"{news.version} ({news.state.value})"
+        self._say(f"version {news.version} is {news.state.value}{': ' + news.reason if news.reason else ''}")
+
+    # --- events of an interleaved run's producer, from its thread ---
+
+    def prompts(self, num_prompts: int, left_out: Mapping[str, int]) -> None:
+        self._write("prompts", prompts=num_prompts, left_out=dict(left_out))
+        but = "".join(f", {count} left out: {reason.replace('_', ' ')}" for reason, count in left_out.items())
+        self._say(f"{num_prompts} prompts{but}")
+
+    def producing(self, figures: Mapping[str, str]) -> None:
+        self._producer = dict(figures)
+
+    def produced(self, made: Round) -> None:
+        self._write("round", **made.figures)
+        self._say(
+            f"round {made.number}: {made.num_answers} answers, {made.kept[ROW]} rows, {made.kept[HELDOUT]} held out, "
+            f"{made.kept[UNUSABLE]} unusable, {made.tokens_per_s:.0f} tokens/s, acceptance length "
+            f"{made.speculation.mean_acceptance_length:.3f} (drafter {made.drafter_version})"
+        )
+
+    def all_rounds_made(self, num_rounds: int | None) -> None:
+        self._write("all_rounds_made", rounds=num_rounds)
+        self._say(f"the producer has made all its rounds (producer.max_rounds is {num_rounds}); what is left is trained")
+
+    # --- how it is told ---
+
+    def _write(self, event: str, **values: Any) -> None:
+        entry = {"event": event, "time": time.time()} | {name: _finite(value) for name, value in values.items()}
+        with self._writing:
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._console.print(text, markup=False, highlight=False)
+        else:
+            logger.info("%s", text)
+
+    def _log_now_and_then(self, every_s: float = LOG_EVERY_S) -> None:
+        if self._live is None and time.monotonic() - self._logged_at >= every_s:
+            self._logged_at = time.monotonic()
+            for side, figures in (("", self._shown), ("answers: ", self._producer)):
+                if figures:
+                    logger.info("%s%s", side, ", ".join(f"{name} {value}" for name, value in figures.items()))
+
+    def _panel(self) -> Table:
+        """The trainer's figures and, beside them, the producer's."""
+        sides = Table(show_header=False, box=None)
+        tables = [_table(figures) for figures in (self._shown, self._producer) if figures]
+        sides.add_row(*tables)
+        return sides
+
+
+def _table(figures: Mapping[str, str]) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in list(figures.items()):
+        table.add_row(name, value)
+    return table
+
+
+def _mend(path: Path) -> None:
+    """Cut off a last line that a killed run left half-written."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: null stands for what is not a number."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

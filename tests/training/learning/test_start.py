@@ -1,0 +1,92 @@
+"""Where a run begins: which drafter, which vocabulary, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.drafters import embedded
+from runtime.eagle3 import version_id
+from runtime.errors import ConfigError
+from runtime.registry import Registry
+from training.app import run
+from training.judging.gate import NGRAM
+from training.learning import checkpoint
+from training.learning.start import continue_from, from_scratch, row_check, starting_drafter
+
+
+def test_auto_takes_the_active_version_then_the_embedded_drafter_then_nothing(state, tmp_path: Path) -> None:
+    registry = Registry(state.root / "registry")
+    assert starting_drafter("auto", registry, state.target).version == NGRAM
+    known = dataclasses.replace(state.target, name="smollm2-135m")
+    assert starting_drafter("auto", registry, known).directory == embedded.path_for("smollm2-135m")
+    from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(tmp_path)
+    version = registry.publish(tmp_path, parent=None, step=1, target_fingerprint=state.target.fingerprint, metrics={})
+    assert starting_drafter("auto", registry, state.target).version == NGRAM  # staged is not active
+    registry.activate(version)
+    assert starting_drafter("auto", registry, known).directory == registry.path(version)
+    assert starting_drafter("scratch", registry, known).directory is None
+    assert starting_drafter(str(tmp_path), registry, known).version == version == version_id(tmp_path)
+
+
+def test_an_active_version_of_another_target_is_refused(state, tmp_path: Path) -> None:
+    registry = Registry(state.root / "registry")
+    from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(tmp_path)
+    registry.activate(registry.publish(tmp_path, parent=None, step=1, target_fingerprint="0" * 16, metrics={}))
+    with pytest.raises(ConfigError, match="trained for target 0000000000000000"):
+        starting_drafter("auto", registry, state.target)
+
+
+def test_a_new_drafter_starts_at_the_targets_head(state) -> None:
+    rows = state.rows(range(4))
+    model = from_scratch(state.target, state.config().trainer, rows).served()
+    assert torch.equal(model.lm_head.weight, state.target.lm_head[model.vocabulary.target_ids])
+    assert torch.equal(model.norm.weight, state.target.final_norm)
+    h = model.project(rows[0].features.hidden.aux)
+    assert 0.5 < float(h.square().mean().sqrt()) < 2.0  # channels between 0.01 and 1000 come out at unit size
+
+
+def test_rows_that_do_not_fit_are_told_apart(state) -> None:
+    check = row_check(state.target)
+    ref = state.store.put(state.meta("fits"), state.row(1))
+    assert check(ref) is None
+    assert "target 0" in check(dataclasses.replace(ref, target_fingerprint="0"))
+    assert "layers [1, 2, 4]" in check(dataclasses.replace(ref, aux_layer_ids=(1, 2, 4)))
+    wide = {**ref.features, "aux": dataclasses.replace(ref.features["aux"], shape=(5, 99))}
+    assert "[5, 99]" in check(dataclasses.replace(ref, features=wide))
+
+
+def test_drafter_of_other_layers_cannot_be_continued(state, tmp_path: Path) -> None:
+    config = state.config().trainer
+    from_scratch(state.target, config, state.rows(range(6))).export(tmp_path)
+    assert continue_from(tmp_path, state.target, config, state.rows(range(2))).num_steps == 0
+    moved = dataclasses.replace(state.target, config={**state.target.config, "num_hidden_layers": 12})
+    with pytest.raises(ConfigError, match="reads layers"):
+        continue_from(tmp_path, moved, config, state.rows(range(2)))
+
+
+def test_a_starting_point_that_is_not_there_is_refused(state, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be auto, scratch, or the directory of a drafter"):
+        run(state.config(trainer__init=str(tmp_path / "nowhere")))
+
+
+def test_vocabulary_comes_from_the_traffic_and_stays(state) -> None:
+    names = state.add(range(6))
+    run(state.config(trainer__max_steps=3, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
+    tensors = saved_tensors(state)
+    ids = (tensors["d2t"] + torch.arange(40)).tolist()
+    seen = [token for seed in range(len(names)) for token in state.row(seed).token_ids[6:].tolist()]
+    counts = torch.bincount(torch.tensor(seen), minlength=state.target.vocab_size)
+    most = torch.argsort(counts, descending=True, stable=True)[:40].sort().values.tolist()
+    assert ids == most
+    assert tensors["t2d"].nonzero().flatten().tolist() == ids
+    state.add(range(100, 120))
+    run(state.config(trainer__max_steps=8, trainer__draft_vocab_size=40, trainer__vocabulary_tokens=60))
+    assert torch.equal(saved_tensors(state)["d2t"], tensors["d2t"])
+
+
+def saved_tensors(state) -> dict[str, torch.Tensor]:
+    return checkpoint.load(Path(state.ledger.latest_checkpoint("default").path))[0]

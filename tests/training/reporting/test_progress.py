@@ -1,0 +1,85 @@
+"""What a run tells, on a terminal and in files, and the picture drawn from it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runtime.registry import VersionState
+from training.judging.gate import Published
+from training.learning.learner import StepResult
+from training.reporting import plot
+from training.reporting.progress import METRICS_FILE, Progress
+
+
+def result(step: int, loss: float = 2.0) -> StepResult:
+    return StepResult(step, loss, [1.5, 0.5], 10, [10, 8], [6, 2], 100, 0.4, 0.5)
+
+
+def test_terminal_shows_a_panel_and_events_above_it(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.began("from [scratch]", 0)
+        progress.stepped(result(7), 4, {"rows_waiting": 3})
+        progress.decided(Published("abc", VersionState.REJECTED, "ROPE: no"))
+    shown = screen.getvalue()
+    assert "training begins from [scratch]" in shown
+    assert "version abc is rejected: ROPE: no" in shown
+    assert "0.600 0.250" in shown
+    assert "rows waiting" in shown
+
+
+def test_an_interleaved_run_shows_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=140)) as progress:
+        progress.prompts(20, {"too_long": 3})
+        progress.producing({"answers": "5 of 20", "drafter": "run@7"})
+        progress.stepped(result(7), 4, {"rows_waiting": 3})
+    assert "20 prompts, 3 left out: too long" in screen.getvalue()
+    [row] = [line for line in screen.getvalue().splitlines()[-12:] if "5 of 20" in line]
+    assert "step" in row, "side by side"
+    caplog.set_level("INFO")
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.producing({"answers": "5 of 20"})
+        progress.stepped(result(8), 4, {})
+    assert "answers: answers 5 of 20" in caplog.text
+
+
+def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.stepped(result(1), 4, {"rows_waiting": 3})
+        progress.stepped(result(2), 4, {"rows_waiting": 2})  # too soon for another line
+        progress.judged(2, None)
+    assert [record.message for record in caplog.records] == [
+        "step 1, loss 2.000, accepted by depth 0.600 0.250, tokens/s 200, rows waiting 3",
+        "step 2: too few held-out rows to judge by",
+    ]
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.stepped(result(1, loss=float("nan")), 4, {})
+    [line] = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert plot.draw(tmp_path) == tmp_path / plot.PLOT_FILE
+
+
+def test_steps_that_a_crash_took_back_count_once(tmp_path: Path) -> None:
+    for losses in ([9.0, 8.0, 7.0], [6.0, 5.0]):
+        with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+            for step, loss in enumerate(losses, 1):
+                progress.stepped(result(step, loss), 4, {})
+        with (tmp_path / METRICS_FILE).open("a") as file:
+            file.write('{"event": "step", "step": 4, "lo')  # cut short by a kill
+    steps, judged, published = plot.read(tmp_path / METRICS_FILE)
+    assert {step: entry["loss"] for step, entry in steps.items()} == {1: 6.0, 2: 5.0, 3: 7.0}
+    assert (judged, published) == ({}, [])
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    assert plot.draw(tmp_path) is None

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -42,19 +42,33 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+Command = Callable[[TrainingConfig, Path, Console, threading.Event], int]
+"""(settings, state directory, where to show progress, asks for an early end) -> exit status."""
+
+COMMANDS: Mapping[Mode, Command] = {}
+"""Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
+
 
 def run(config: TrainingConfig) -> int:
-    """Train until the run's own end or a signal; 0 then."""
+    """Do what the mode says until its own end or a signal; 0 then."""
     console = Console(stderr=True)
     _log_to(console)
     state_dir = home() / "state" if config.state_dir is None else absolute("state_dir", config.state_dir)
     try:
-        return _run(config, state_dir, console)
+        return _run(config, state_dir, console) if config.mode.is_training else _command(config, state_dir, console)
     except (OSError, SafetensorError) as error:  # files are read elsewhere with their own words: this is about writing
         raise SlipstreamError(
             f"state_dir {state_dir} cannot be used ({error}); give a directory that can be written and has room. What a "
             "checkpoint holds is safe: started again, the run goes on from there."
         ) from error
+
+
+def _command(config: TrainingConfig, state_dir: Path, console: Console) -> int:
+    there = ", ".join(mode.value for mode in Mode if mode.is_training or mode in COMMANDS)
+    require(config.mode in COMMANDS, "mode", config.mode.value, f"one of {there}")
+    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    with _stopping(STOP_SIGNALS) as stop:
+        return COMMANDS[config.mode](config, state_dir, console, stop)
 
 
 def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:

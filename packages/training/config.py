@@ -31,6 +31,15 @@ class Mode(Choice):
     ONLINE = "online"  # rows of a live server, each admitted once, then replayed a bounded number of times
     OFFLINE = "offline"  # epochs over the rows that a feature directory holds; nothing there changes
     INTERLEAVED = "interleaved"  # the target answers data.prompts in this process, and its rows are trained on as they come
+    CAPTURE = "capture"  # no training: the target answers data.prompts, or reads them, and rows for later are made
+    EVALUATE = "evaluate"  # no training: how much of what a drafter proposes is accepted
+    EXPORT = "export"  # no training: a drafter as other engines spell it
+    IMPORT = "import"  # no training: a drafter of other engines
+
+    @property
+    def is_training(self) -> bool:
+        """A run with steps and checkpoints; the others are commands that end by themselves."""
+        return self in (Mode.ONLINE, Mode.OFFLINE, Mode.INTERLEAVED)
 
 
 @dataclass
@@ -128,7 +137,7 @@ class DataConfig:
     replay_rows: int = 1024  # the newest so many trained rows may be replayed
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
-    prompts: str | None = None  # interleaved: a file of conversations, one JSON object a line
+    prompts: str | None = None  # interleaved, capture: a file of conversations, one JSON object a line
 
     def __post_init__(self) -> None:
         require(self.batch_rows >= 1, "data.batch_rows", self.batch_rows, "at least 1")
@@ -213,10 +222,11 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         require_directory("state_dir", self.state_dir)
-        ok = (self.mode is Mode.INTERLEAVED) == (self.data.prompts is not None)
-        expected = "a file of conversations with mode=interleaved, and null in other modes"
+        ok = (self.mode in (Mode.INTERLEAVED, Mode.CAPTURE)) == (self.data.prompts is not None)
+        expected = "a file of conversations with mode=interleaved or mode=capture, and null in other modes"
         require(ok, "data.prompts", self.data.prompts, expected)
         ok = self.source is None or self.mode is Mode.ONLINE
         require(ok, "source", self.source, "null unless mode=online: a server gives rows to be consumed")
         ok = self.model.dtype is not Dtype.BFLOAT16
-        require(ok, "model.dtype", self.model.dtype.value, "auto or float32: a drafter is trained in float32")
+        expected = "auto or float32: a drafter is trained in float32"
+        require(ok or not self.mode.is_training, "model.dtype", self.model.dtype.value, expected)

@@ -72,6 +72,7 @@ class TrainerConfig:
     niceness: int = 5  # lowers the priority beside a server on the same machine; 0: leave it
     ttt_steps: int = 3  # L, depths unrolled in training
     depth_decay: float = 0.8  # weight of depth k is depth_decay ** k
+    depth_weights: list[float] | None = None  # the weights of depths 0, 1, ... one by one instead
     learning_rate: float | None = None  # None: 5e-4 when continuing, 2e-3 from scratch
     warmup_steps: int = 20
     clip_norm: float = 0.5
@@ -100,6 +101,8 @@ class TrainerConfig:
         require(0 <= self.niceness <= 19, "trainer.niceness", self.niceness, "between 0 and 19")
         require(1 <= self.ttt_steps <= 16, "trainer.ttt_steps", self.ttt_steps, "between 1 and 16")
         require(0.0 < self.depth_decay <= 1.0, "trainer.depth_decay", self.depth_decay, "above 0 and at most 1")
+        ok = self.depth_weights is None or (len(self.depth_weights) == self.ttt_steps and all(w >= 0 for w in self.depth_weights))
+        require(ok, "trainer.depth_weights", self.depth_weights, "trainer.ttt_steps numbers from 0, or null")
         ok = self.learning_rate is None or 0.0 < self.learning_rate < 1.0
         require(ok, "trainer.learning_rate", self.learning_rate, "between 0 and 1, or null")
         require(self.warmup_steps >= 0, "trainer.warmup_steps", self.warmup_steps, "0 or more")
@@ -110,6 +113,11 @@ class TrainerConfig:
         ok = self.metrics_port is None or 0 <= self.metrics_port <= 65535
         require(ok, "trainer.metrics_port", self.metrics_port, "between 0 and 65535, or null")
         self._check_intervals()
+
+    @property
+    def weights_of_depths(self) -> list[float]:
+        """[L]"""
+        return self.depth_weights or [self.depth_decay**k for k in range(self.ttt_steps)]
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ import torch
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
 from training.config import TrainerConfig
 from training.data.batches import TrainingRow, pack
-from training.learning.loss import chain_loss
+from training.learning.loss import carrying, chain_loss
 from training.learning.optim import Optimizer
 from training.learning.target_weights import TargetWeights
 from training.learning.teacher import Teacher
@@ -76,21 +76,23 @@ class Learner:
         started = time.perf_counter()
         batch = pack(rows, self._config.ttt_steps, self._device)
         batch = dataclasses.replace(batch, aux=batch.aux * self._scale)
+        carries = carrying(batch.depths, self._teacher.covered(batch), self._config.ttt_steps)
+        num_pairs = carries.sum(0).clamp(min=1)  # [L]
         result = chain_loss(
             unroll(self._model, batch),
             self._model.lm_head.weight,
             self._teacher.head,
             batch.last,
-            self._teacher.covered(batch),
+            carries,
             self._teacher.draft_labels(batch),
-            self._config.depth_decay,
+            torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs,
         )
         result.loss.backward()  # type: ignore[no-untyped-call]
         grad_norm = self._optimizer.step()
         return StepResult(
             step=self.num_steps,
             loss=float(result.loss.detach()),
-            depth_losses=result.depth_losses,
+            depth_losses=(result.sums / num_pairs).tolist(),
             num_supervised=batch.num_supervised,
             num_drafted=[int((batch.depths > k).sum()) for k in range(self._config.ttt_steps)],
             num_accepted=result.hits.cumprod(1).sum(0).tolist(),

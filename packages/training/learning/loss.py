@@ -1,8 +1,9 @@
 """Soft cross-entropy against the target, restricted to the draft vocabulary, fused with both heads.
 
 The teacher of (p, k) is softmax(head_d(last[p+1+k])), head_d the frozen target head's rows of the draft vocabulary. Positions
-whose greedy target token lies outside the draft vocabulary carry no loss. Depth k is divided by the number of tokens that
-carry loss there and weighted by decay ** k; depths are summed, so padding, prompt length and the cut into rows change nothing.
+whose greedy target token lies outside the draft vocabulary carry no loss. What is returned are sums and counts: whoever adds
+up micro-batches and ranks knows the number of pairs of each depth beforehand (`carrying`), and hands in what a pair of depth k
+weighs, so padding, prompt length, and the cut into rows, micro-batches and ranks change nothing.
 
 Logits of either head exist only for one block of teacher rows at a time: pairs are visited in the order of their teacher, the
 gradient is formed in place in the forward, and no [N, Vd] tensor survives. Shapes: the legend of runtime/types.py; N pairs
@@ -31,10 +32,22 @@ class Depth:
 
 @dataclass(frozen=True)
 class LossResult:
-    loss: torch.Tensor  # scalar with a gradient: what is minimised
-    depth_losses: list[float]  # [L] mean cross-entropy of each depth
-    num_pairs: list[int]  # [L] pairs that carry loss
+    """Sums over the pairs of one batch. Only `loss` has a gradient."""
+
+    loss: torch.Tensor  # scalar: sum of pair_weights[k] * loss of the pair (p, k)
+    sums: torch.Tensor  # [L] sum of the losses of each depth, not weighted
     hits: torch.Tensor  # bool [P, L] greedy draft (p, k) equals x[p+2+k]; false where the target's greedy token is out of reach
+
+
+def carrying(depths: torch.Tensor, covered: torch.Tensor, num_depths: int) -> torch.Tensor:
+    """bool [P, L]: which pairs carry loss. Their number per depth, summed over micro-batches and ranks, divides that depth.
+
+    depths: int64 [P] supervised depths of each position. covered: bool [P], the greedy token of the position's own teacher lies
+    in the draft vocabulary; depth k of row i is taught by row i + k.
+    """
+    at = torch.arange(len(depths), device=depths.device)[:, None] + torch.arange(num_depths, device=depths.device)  # [P, L]
+    is_supervised = depths[:, None] > torch.arange(num_depths, device=depths.device)
+    return is_supervised & covered[at.clamp(max=max(len(covered) - 1, 0))] if len(depths) else is_supervised
 
 
 def chain_loss(
@@ -42,22 +55,22 @@ def chain_loss(
     head: torch.Tensor,  # [Vd, H] the drafter's
     teacher_head: torch.Tensor,  # [Vd, Ht] the target's rows of the draft vocabulary
     last: torch.Tensor,  # [P, Ht] teacher states of depth 0; depth k of row i is taught by row i + k
-    covered: torch.Tensor,  # bool [P] the greedy token of that teacher lies in the draft vocabulary
+    carries: torch.Tensor,  # bool [P, L] which pairs carry loss
     draft_labels: torch.Tensor,  # int64 [P, L] x[p+2+k] as a draft id, -1 outside or not supervised
-    decay: float,
+    pair_weights: torch.Tensor,  # [L] what the loss of one pair of each depth weighs
 ) -> LossResult:
     """The loss of a batch over all depths, with per-depth figures."""
-    kept = [covered[depth.rows + k].nonzero().flatten() for k, depth in enumerate(depths)]
-    counts = [len(keep) for keep in kept]
+    kept = [carries[depth.rows, k].nonzero().flatten() for k, depth in enumerate(depths)]
+    counts = torch.tensor([len(keep) for keep in kept], device=carries.device)
     states = torch.cat([depth.states[keep] for depth, keep in zip(depths, kept, strict=True)])  # [N, H]
     rows = torch.cat([depth.rows[keep] for depth, keep in zip(depths, kept, strict=True)])  # [N]
-    at_depth = torch.repeat_interleave(torch.arange(len(depths), device=rows.device), torch.tensor(counts, device=rows.device))
-    weights = torch.tensor([decay**k / max(count, 1) for k, count in enumerate(counts)], dtype=states.dtype, device=rows.device)
-    loss, entropies, drafts = soft_cross_entropy(states, head, teacher_head, last, rows + at_depth, weights[at_depth])
+    at_depth = torch.repeat_interleave(torch.arange(len(depths), device=rows.device), counts)
+    weights = pair_weights.to(states)[at_depth]
+    loss, entropies, drafts = soft_cross_entropy(states, head, teacher_head, last, rows + at_depth, weights)
+    sums = states.new_zeros(len(pair_weights)).index_add_(0, at_depth, entropies)
     hits = torch.zeros(draft_labels.shape, dtype=torch.bool, device=rows.device)
     hits[rows, at_depth] = drafts == draft_labels[rows, at_depth]
-    means = [float(part.mean()) if len(part) else 0.0 for part in torch.split(entropies, counts)]
-    return LossResult(loss, means, counts, hits)
+    return LossResult(loss, sums, hits)
 
 
 def soft_cross_entropy(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.features.row import FeatureRow
 from training.data.batches import TrainingRow, pack, supervised, turns
-from training.learning.loss import chain_loss
+from training.learning.loss import carrying, chain_loss
 from training.learning.ttt import unroll
 
 L = 3
@@ -69,6 +69,13 @@ def tail(row: TrainingRow, num_tokens: int) -> TrainingRow:
     return part(row, slice(row.num_tokens - num_tokens, row.num_tokens))
 
 
+@dataclasses.dataclass
+class Outcome:
+    loss: torch.Tensor
+    sums: list[float]
+    num_pairs: list[int]
+
+
 @pytest.fixture
 def loss_of(make_model: Callable) -> Callable:
     """Rows -> (loss, gradient of aux, model) with every position's greedy token in reach of the drafter."""
@@ -80,10 +87,12 @@ def loss_of(make_model: Callable) -> Callable:
         batch = pack(rows, L)
         batch = dataclasses.replace(batch, aux=batch.aux.double().requires_grad_(), last=batch.last.double())
         labels = torch.where(batch.chain_ids < 0, -1, model.vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
-        covered = torch.ones(batch.num_supervised, dtype=torch.bool)
-        result = chain_loss(unroll(model, batch), model.lm_head.weight, teacher_head, batch.last, covered, labels, 0.8)
+        carries = carrying(batch.depths, torch.ones(batch.num_supervised, dtype=torch.bool), L)
+        num_pairs = carries.sum(0)
+        weights = 0.8 ** torch.arange(L, dtype=torch.float64) / num_pairs.clamp(min=1)
+        result = chain_loss(unroll(model, batch), model.lm_head.weight, teacher_head, batch.last, carries, labels, weights)
         result.loss.backward()
-        return result, batch.aux.grad, batch, model
+        return Outcome(result.loss.detach(), result.sums.tolist(), num_pairs.tolist()), batch.aux.grad, batch, model
 
     return compute
 
@@ -91,7 +100,7 @@ def loss_of(make_model: Callable) -> Callable:
 def test_first_drafting_position_gets_a_gradient(make_row: Callable, loss_of: Callable) -> None:
     """A turn of two tokens is supervised at one place: the last prompt position."""
     result, gradient, batch, model = loss_of([make_row("ppppgg")])
-    assert result.num_pairs == [1]
+    assert result.num_pairs == [1, 0, 0]
     assert batch.query_at.tolist() == [3]
     assert gradient[3].abs().min() > 0
     assert model.lm_head.weight.grad.abs().max() > 0
@@ -121,12 +130,11 @@ def test_loss_does_not_depend_on_how_rows_are_batched(make_row: Callable, loss_o
     alone = [loss_of([row])[0] for row in rows]
     together = loss_of(rows)[0]
     for k in range(L):
-        total = sum(result.num_pairs[k] for result in alone if len(result.num_pairs) > k)
-        mean = sum(r.num_pairs[k] * r.depth_losses[k] for r in alone if len(r.num_pairs) > k) / total
-        assert together.num_pairs[k] == total
-        assert together.depth_losses[k] == pytest.approx(mean, abs=1e-12)
-    value = float(together.loss.detach())
-    assert value == pytest.approx(sum(0.8**k * together.depth_losses[k] for k in range(L)), abs=1e-12)
+        assert together.num_pairs[k] == sum(result.num_pairs[k] for result in alone)
+        assert together.sums[k] == pytest.approx(sum(result.sums[k] for result in alone), abs=1e-12)
+    value = float(together.loss)
+    means = [loss / count for loss, count in zip(together.sums, together.num_pairs, strict=True)]
+    assert value == pytest.approx(sum(0.8**k * mean for k, mean in enumerate(means)), abs=1e-12)
     assert float(loss_of(rows[::-1])[0].loss.detach()) == pytest.approx(value, abs=1e-12)
 
 
@@ -150,8 +158,9 @@ def test_tokens_out_of_reach_carry_no_loss_and_count_as_missed(make_row: Callabl
     greedy = torch.full((7, L), -1)
     for k, depth in enumerate(depths):
         greedy[depth.rows, k] = (depth.states @ model.lm_head.weight.T).argmax(-1)
-    result = chain_loss(depths, model.lm_head.weight, teacher_head, batch.last, covered, greedy, 0.8)
-    assert result.num_pairs == [5, 4, 4]
+    carries = carrying(batch.depths, covered, L)
+    assert carries.sum(0).tolist() == [5, 4, 4]
+    result = chain_loss(depths, model.lm_head.weight, teacher_head, batch.last, carries, greedy, torch.ones(L))
     for k, depth in enumerate(depths):  # every draft is right here, so hits show exactly who was in reach
         assert torch.equal(result.hits[depth.rows, k], covered[depth.rows + k])
 

@@ -11,7 +11,7 @@ import torch
 from runtime.eagle3.model import Eagle3Model
 from training.data.batches import Batch, TrainingRow, pack
 from training.learning.attention import Packing
-from training.learning.loss import chain_loss
+from training.learning.loss import carrying, chain_loss
 from training.learning.ttt import unroll
 
 HT, V, VD = 16, 40, 24
@@ -85,7 +85,9 @@ def batch_loss(model: Eagle3Model, batch: Batch, lm_head: torch.Tensor) -> torch
     covered = model.vocabulary.t2d[(last @ lm_head.T).argmax(-1)]
     labels = torch.where(batch.chain_ids < 0, -1, model.vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
     batch = dataclasses.replace(batch, aux=batch.aux.to(lm_head.dtype))
-    return chain_loss(unroll(model, batch), model.lm_head.weight, lm_head[ids], last, covered, labels, 0.8).loss
+    carries = carrying(batch.depths, covered, L)
+    weights = 0.8 ** torch.arange(L, dtype=torch.float64) / carries.sum(0).clamp(min=1)
+    return chain_loss(unroll(model, batch), model.lm_head.weight, lm_head[ids], last, carries, labels, weights).loss
 
 
 @pytest.mark.parametrize("config", [{}, {"fc_norm": True}, {"norm_output": True}, {"norm_before_residual": True}])

@@ -29,6 +29,7 @@ from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
+from runtime.features.sampling import labelled
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
@@ -290,7 +291,7 @@ class Stepper:
                 token_ids=history,
                 generated=tuple(index >= request.num_prompt_tokens for index in range(len(history))),
                 hidden=tuple(session.features),
-                labels=session.options.labels,
+                labels=labelled(session.options.labels, request.params),
                 drafter_version=request.drafter_versions[-1] if request.drafter_versions else "none",
                 source="session",
                 capture=session.options.capture,

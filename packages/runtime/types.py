@@ -8,7 +8,7 @@ n target decoder layers, p position, k drafting depth from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
@@ -149,6 +149,14 @@ class SpeculationStats:
     def copy(self) -> SpeculationStats:
         lists = list(self.accepted_per_position), list(self.drafted_per_position)
         return SpeculationStats(self.num_steps, self.num_drafted, self.num_accepted, *lists)
+
+    @staticmethod
+    def total(many: Iterable[SpeculationStats]) -> SpeculationStats:
+        """The sum of counts."""
+        result = SpeculationStats()
+        for stats in many:
+            result.add(stats)
+        return result
 
     def add(self, other: SpeculationStats) -> None:
         """Add the counts of another generation."""

@@ -72,6 +72,7 @@ def make_trainer(
         shop.registry,
         check=shop.check,
         embedding=shop.target.embedding,
+        lm_head=shop.target.lm_head,
         target_fingerprint=shop.target.fingerprint,
         start=shop.start,
         seed=config.trainer.seed,

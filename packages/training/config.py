@@ -42,6 +42,14 @@ class Mode(Choice):
         return self in (Mode.ONLINE, Mode.OFFLINE, Mode.INTERLEAVED)
 
 
+class Parallel(Choice):
+    """How the processes that torchrun starts share one run."""
+
+    AUTO = "auto"  # ddp
+    DDP = "ddp"  # each holds the whole drafter
+    FSDP = "fsdp"  # each holds a shard of its parameters, gradients and moments
+
+
 @dataclass
 class GateConfig:
     """When a candidate may be published. It must beat what is served now on the same held-out rows, beyond chance."""
@@ -52,6 +60,7 @@ class GateConfig:
     max_heldout_rows: int = 64  # the newest so many are evaluated
     draft_tokens: int = 5  # chain length of the simulation: the server's speculation.max_draft_tokens
     resamples: int = 2000
+    max_slice_loss: float = 0.03  # share of acceptance length that no slice of min_heldout_rows rows may lose; 1: any
 
     def __post_init__(self) -> None:
         require(0.5 <= self.confidence < 1.0, "trainer.gate.confidence", self.confidence, "at least 0.5 and below 1")
@@ -60,6 +69,8 @@ class GateConfig:
         require(ok, "trainer.gate.max_heldout_rows", self.max_heldout_rows, "at least trainer.gate.min_heldout_rows")
         require(1 <= self.draft_tokens <= 64, "trainer.gate.draft_tokens", self.draft_tokens, "between 1 and 64")
         require(100 <= self.resamples <= 100_000, "trainer.gate.resamples", self.resamples, "between 100 and 100000")
+        ok = 0.0 <= self.max_slice_loss <= 1.0
+        require(ok, "trainer.gate.max_slice_loss", self.max_slice_loss, "between 0 and 1")
 
 
 @dataclass
@@ -76,6 +87,11 @@ class TrainerConfig:
     learning_rate: float | None = None  # None: 5e-4 when continuing, 2e-3 from scratch
     warmup_steps: int = 20
     clip_norm: float = 0.5
+    accumulation: int = 1  # batches of data.batch_rows that each process adds up in one step
+    parallel: Parallel = Parallel.AUTO  # only where torchrun starts several processes
+    rank_timeout_s: float = 1800.0  # how long the others wait for a process that says nothing: more than one judgement takes
+    ema_decay: float | None = None  # of a moving average of the weights, which is judged and published instead; null: off
+    hedge: list[float] | None = None  # factors of the learning rate, 2 to 4: a drafter for each, the best is published
     draft_vocab_size: int | None = None  # only from scratch; None: 8192, or all of a smaller vocabulary
     vocabulary_tokens: int = 4096  # only from scratch: generated tokens to see before the draft vocabulary is fixed
     checkpoint_every_s: float = 60.0
@@ -107,6 +123,12 @@ class TrainerConfig:
         require(ok, "trainer.learning_rate", self.learning_rate, "between 0 and 1, or null")
         require(self.warmup_steps >= 0, "trainer.warmup_steps", self.warmup_steps, "0 or more")
         require(self.clip_norm > 0, "trainer.clip_norm", self.clip_norm, "more than 0")
+        require(1 <= self.accumulation <= 4096, "trainer.accumulation", self.accumulation, "between 1 and 4096")
+        require(0 < self.rank_timeout_s <= 86_400, "trainer.rank_timeout_s", self.rank_timeout_s, "above 0 and at most 86400")
+        ok = self.ema_decay is None or 0.0 < self.ema_decay < 1.0
+        require(ok, "trainer.ema_decay", self.ema_decay, "between 0 and 1, or null")
+        ok = self.hedge is None or (2 <= len(set(self.hedge)) == len(self.hedge) <= 4 and all(0 < f <= 10 for f in self.hedge))
+        require(ok, "trainer.hedge", self.hedge, "2 to 4 different factors above 0 and at most 10, or null")
         ok = self.draft_vocab_size is None or self.draft_vocab_size >= 2
         require(ok, "trainer.draft_vocab_size", self.draft_vocab_size, "at least 2, or null")
         require(self.vocabulary_tokens >= 1, "trainer.vocabulary_tokens", self.vocabulary_tokens, "at least 1")
@@ -235,6 +257,9 @@ class TrainingConfig:
         require(ok, "data.prompts", self.data.prompts, expected)
         ok = self.source is None or self.mode is Mode.ONLINE
         require(ok, "source", self.source, "null unless mode=online: a server gives rows to be consumed")
+        in_step = self.data.batch_rows * self.trainer.accumulation
+        ok = self.data.replay_rows >= in_step
+        require(ok, "data.replay_rows", self.data.replay_rows, f"at least data.batch_rows * trainer.accumulation, {in_step}")
         ok = self.model.dtype is not Dtype.BFLOAT16
         expected = "auto or float32: a drafter is trained in float32"
         require(ok or not self.mode.is_training, "model.dtype", self.model.dtype.value, expected)

@@ -36,7 +36,6 @@ from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, S
 from training.config import ProducerConfig
 from training.data.batches import supervised
 from training.interleaved.prompts import Prompt
-from training.judging.simulation import total
 from training.learning.learner import Learner
 
 LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop
@@ -105,7 +104,7 @@ class Round:
     def add(self, done: Done, kept: str, drafter_version: str) -> None:
         self.num_answers += 1
         self.kept[kept] += 1
-        self.speculation = total((self.speculation, done.speculation))
+        self.speculation.add(done.speculation)
         self.num_tokens += done.usage.completion_tokens
         self.seconds = time.monotonic() - self.began_at
         self.drafter_version = drafter_version
@@ -330,7 +329,7 @@ class PromptProducer:
                 "round": f"{made.number}{rounds}",
                 "answers": f"{made.num_answers} of {made.num_asked}",
                 "tokens/s": f"{made.tokens_per_s:.0f}",
-                "acceptance length": f"{total(self._recent).mean_acceptance_length:.2f}",
+                "acceptance length": f"{SpeculationStats.total(self._recent).mean_acceptance_length:.2f}",
                 "drafter": made.drafter_version,
                 "ahead of the trainer": f"{flow.num_outstanding} rows{'' if flow.is_open else ', waiting'}",
             }

@@ -1,15 +1,18 @@
 """The gate and the way out: a candidate is published only if it drafts better than what is served now, beyond chance.
 
 Both run the same chain simulation on the same held-out rows of live traffic. The difference of their acceptance lengths is
-bootstrapped over rows, pairs kept together, and its one-sided lower bound must be above 0. What counts as served now: the
-version that this run published last, while the server has not decided on it; else the registry's active version; else the
-drafter that training started from; else (from scratch) n-gram lookup, which serves without a drafter. What is judged is the
-exported checkpoint, byte for byte what a server would load.
+bootstrapped over rows, pairs kept together, and its one-sided lower bound must be above 0. Nor may the candidate forget: on no
+slice of the traffic that has rows enough may it lose more than a set share.
+
+What counts as served now: the version that this run published last, while the server has not decided on it; else the
+registry's active version; else the drafter that training started from; else (from scratch) n-gram lookup, which serves without
+a drafter. What is judged is the exported checkpoint, byte for byte what a server would load.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +25,12 @@ from runtime import eagle3
 from runtime.drafters.ngram import NgramDrafter
 from runtime.errors import DrafterRejected, FeatureError
 from runtime.features.leases import Leases, Rows
-from runtime.features.refs import SampleRef
+from runtime.features.refs import SLICE_LABEL, SampleRef
 from runtime.registry import VersionRecord, VersionState
-from runtime.types import SpeculationStats
 from training.config import GateConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check, read_row
-from training.judging.simulation import depth_acceptance, evaluate, evaluate_ngram, total
+from training.judging.simulation import Counts, TargetView, depth_acceptance, evaluate, evaluate_ngram, total
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found. Counts are kept per row, so that whoever doubts it can judge again."""
+    """What the gate found."""
 
     is_better: bool
     reason: str
     baseline: Baseline
-    candidate_counts: SpeculationStats
     metrics: dict[str, float]
 
 
@@ -63,7 +64,7 @@ class Published:
 
 
 def lower_bound(
-    candidate: Sequence[SpeculationStats], baseline: Sequence[SpeculationStats], *, confidence: float, resamples: int, seed: int
+    candidate: Sequence[Counts], baseline: Sequence[Counts], *, confidence: float, resamples: int, seed: int
 ) -> float:
     """One-sided lower confidence bound of candidate's acceptance length minus baseline's, by a paired bootstrap over rows."""
     counts = np.array(
@@ -75,6 +76,44 @@ def lower_bound(
     accepted_a, steps_a, accepted_b, steps_b = (weights @ counts).T
     differences = accepted_a / np.maximum(steps_a, 1) - accepted_b / np.maximum(steps_b, 1)
     return float(np.quantile(differences, 1.0 - confidence, method="lower"))
+
+
+@dataclass(frozen=True)
+class SliceComparison:
+    """A slice of the traffic by its held-out rows."""
+
+    name: str
+    num_rows: int
+    candidate: float  # acceptance lengths
+    baseline: float
+
+    @property
+    def loss(self) -> float:
+        """The share of the baseline's acceptance length that the candidate gives away; negative: it gains."""
+        return 1.0 - self.candidate / self.baseline
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "rows": float(self.num_rows),
+            "acceptance_length": self.candidate,
+            "baseline_acceptance_length": self.baseline,
+        }
+
+
+def compare_slices(
+    rows: Sequence[TrainingRow], candidate: Sequence[Counts], baseline: Sequence[Counts], *, min_rows: int
+) -> list[SliceComparison]:
+    """Slices of at least min_rows rows, by name. Rows of no slice are of none."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row.features.labels.get(SLICE_LABEL, "")].append(index)
+    return [
+        SliceComparison(
+            name, len(of_one), *(total(counts[i] for i in of_one).mean_acceptance_length for counts in (candidate, baseline))
+        )
+        for name, of_one in sorted(groups.items())
+        if name and len(of_one) >= min_rows
+    ]
 
 
 class Versions(Protocol):
@@ -101,6 +140,16 @@ class Versions(Protocol):
     ) -> str: ...
 
 
+def in_turns(refs: Sequence[SampleRef]) -> list[SampleRef]:
+    """One of each slice after the other, the order within a slice kept."""
+    seen: Counter[str] = Counter()
+    places: list[tuple[int, int]] = []
+    for index, ref in enumerate(refs):
+        places.append((seen[ref.slice], index))
+        seen[ref.slice] += 1
+    return [refs[index] for _, index in sorted(places)]
+
+
 class Gate:
     """Judges candidates on held-out rows and publishes those that pass."""
 
@@ -113,6 +162,7 @@ class Gate:
         *,
         check: Check,
         embedding: torch.Tensor,  # [V, Ht]
+        lm_head: torch.Tensor,  # [V, Ht]
         target_fingerprint: str,
         start: Baseline,
         seed: int,
@@ -123,12 +173,13 @@ class Gate:
         self._registry = registry
         self._check = check
         self._embedding = embedding
+        self._target = TargetView(lm_head)
         self._target_fingerprint = target_fingerprint
         self._start = start
         self._seed = seed
         self._rows: dict[str, TrainingRow] = {}  # held-out rows in memory, by sample id
         self._passed_over: set[str] = set()  # held-out rows that cannot be used
-        self._known: dict[tuple[str, str], SpeculationStats] = {}  # (version, sample id) -> counts of baselines
+        self._known: dict[tuple[str, str], Counts] = {}  # (version, sample id) -> counts of baselines
         self.last_published: str | None = None
         self._last_seen: Published | None = None
 
@@ -144,23 +195,29 @@ class Gate:
         if len(rows) < self._config.min_heldout_rows:
             return None
         served = self.baseline()
-        counts = evaluate(self._load(candidate), rows, self._config.draft_tokens)
+        counts = evaluate(self._load(candidate), rows, self._config.draft_tokens, self._target)
         baseline, before = self._baseline_counts(served, rows)
         bound = lower_bound(counts, before, confidence=self._config.confidence, resamples=self._config.resamples, seed=self._seed)
         after, was = total(counts), total(before)
+        slices = compare_slices(rows, counts, before, min_rows=self._config.min_heldout_rows)
         metrics = {
             "acceptance_length": after.mean_acceptance_length,
             "baseline_acceptance_length": was.mean_acceptance_length,
             "lower_bound": bound,
             "heldout_rows": float(len(rows)),
-            "heldout_steps": float(after.num_steps),
+            "heldout_steps": after.num_steps,
             **{f"acceptance_at_{k}": rate for k, rate in enumerate(depth_acceptance(after))},
+            **{f"slice/{each.name}/{key}": value for each in slices for key, value in each.figures().items()},
         }
         figures = f"{after.mean_acceptance_length:.3f} against {was.mean_acceptance_length:.3f} of {baseline.version}"
         detail = f"{figures} on {len(rows)} held-out rows, lower bound of the difference {bound:+.3f}"
+        forgotten = [each for each in slices if each.loss > self._config.max_slice_loss]
+        if forgotten:
+            lost = ", ".join(f"{each.name!r} {each.loss:.1%}" for each in forgotten)
+            detail = f"{detail}, but it loses more than {self._config.max_slice_loss:.1%} on slices: {lost}"
         if self.baseline() != served:  # judging takes a while
-            return Verdict(False, f"{detail}, and another version went live meanwhile", baseline, after, metrics)
-        return Verdict(bound > 0.0, detail, baseline, after, metrics)
+            return Verdict(False, f"{detail}, and another version went live meanwhile", baseline, metrics)
+        return Verdict(bound > 0.0 and not forgotten, detail, baseline, metrics)
 
     def baseline(self) -> Baseline:
         """What is served now, as far as this directory tells."""
@@ -170,7 +227,7 @@ class Gate:
         active = self._registry.active()
         return self._start if active is None else Baseline(active, self._registry.path(active))
 
-    def _baseline_counts(self, baseline: Baseline, rows: Sequence[TrainingRow]) -> tuple[Baseline, list[SpeculationStats]]:
+    def _baseline_counts(self, baseline: Baseline, rows: Sequence[TrainingRow]) -> tuple[Baseline, list[Counts]]:
         if baseline.directory is None:
             return baseline, evaluate_ngram(rows, self._config.draft_tokens)
         unknown = [row for row in rows if (baseline.version, row.sample_id) not in self._known]
@@ -180,23 +237,26 @@ class Gate:
             except DrafterRejected as error:
                 logger.warning("baseline %s cannot be read, n-gram lookup takes its place: %s", baseline.version, error)
                 return Baseline(NGRAM, None), evaluate_ngram(rows, self._config.draft_tokens)
-            found = evaluate(model, unknown, self._config.draft_tokens)
+            found = evaluate(model, unknown, self._config.draft_tokens, self._target)
             self._known |= {(baseline.version, row.sample_id): each for row, each in zip(unknown, found, strict=True)}
         self._known = {key: each for key, each in self._known.items() if key[0] == baseline.version and key[1] in self._rows}
         return baseline, [self._known[baseline.version, row.sample_id] for row in rows]
 
     def _heldout(self) -> list[TrainingRow]:
-        """The newest held-out rows that can be used, oldest first; those in memory are not read again."""
+        """The newest held-out rows that can be used, of each slice as many as of the others while it has them; oldest first.
+        Those in memory are not read again."""
         refs = self._ledger.heldout()
+        age = {ref.sample_id: index for index, ref in enumerate(refs)}
         rows: dict[str, TrainingRow] = {}
-        for ref in refs:
+        for ref in in_turns(refs):
             if len(rows) == self._config.max_heldout_rows:
                 break
             row = self._rows.get(ref.sample_id) or self._read(ref)
             if row is not None:
                 rows[ref.sample_id] = row
-        self._passed_over &= {ref.sample_id for ref in refs}
-        self._rows = dict(reversed(rows.items()))
+        self._passed_over &= age.keys()
+        self._rows = {name: rows[name] for name in sorted(rows, key=lambda name: -age[name])}
+        self._target.keep(self._rows)
         return list(self._rows.values())
 
     def _read(self, ref: SampleRef) -> TrainingRow | None:

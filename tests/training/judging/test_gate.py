@@ -82,6 +82,7 @@ def make_gate(state, start: Baseline | None = None, **config: object) -> tuple[G
         registry,
         check=row_check(state.target),
         embedding=state.target.embedding,
+        lm_head=state.target.lm_head,
         target_fingerprint=state.target.fingerprint,
         start=start or Baseline(NGRAM, None),
         seed=0,

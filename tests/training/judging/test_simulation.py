@@ -12,13 +12,22 @@ from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.types import SpeculationStats
 from training.data.batches import TrainingRow, turns
-from training.judging.simulation import depth_acceptance, evaluate, evaluate_ngram, total, walk
+from training.judging.simulation import Counts, TargetView, depth_acceptance, evaluate, evaluate_ngram, total, walk
 from training.learning.start import from_scratch
 
 D = 5
 
 
-def served(drafter: Drafter, row: TrainingRow, num_draft_tokens: int) -> SpeculationStats:
+def as_counts(stats: SpeculationStats) -> Counts:
+    return Counts(**vars(stats))
+
+
+def reaching(reach: list[int]) -> list[list[float]]:
+    """Chances of certain drafts of which so many in a row are right."""
+    return [[1.0] * hits + [0.0] * (D - hits) for hits in reach]
+
+
+def served(drafter: Drafter, row: TrainingRow, num_draft_tokens: int) -> Counts:
     """What a server counts on this row: draft, compare with what the target really said, accept, take the bonus token, go on."""
     x = row.features.token_ids.tolist()
     aux = row.features.hidden.aux.float()
@@ -36,7 +45,7 @@ def served(drafter: Drafter, row: TrainingRow, num_draft_tokens: int) -> Specula
             stats.record(depth, accepted)
             primed, p = p + 1, p + accepted + 1
         drafter.drop_state(state)
-    return stats
+    return as_counts(stats)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, D])
@@ -46,7 +55,7 @@ def test_counts_are_those_of_the_serving_drafter(state, num_draft_tokens: int) -
         learner.step(state.rows(range(12)))
     rows = state.rows(range(6, 18), num_generated=21)
     model = learner.served()
-    counts = evaluate(model, rows, num_draft_tokens)
+    counts = evaluate(model, rows, num_draft_tokens, TargetView(state.target.lm_head))
     assert counts == [served(Eagle3Drafter(model, "test"), row, num_draft_tokens) for row in rows]
     everything = total(counts)
     assert 0 < everything.num_accepted < everything.num_drafted
@@ -56,7 +65,7 @@ def test_counts_of_rows_with_several_turns(make_model: Callable, make_row: Calla
     """Untrained, so nearly nothing is accepted: what counts is which steps there are."""
     model = make_model(dtype=torch.float32)
     rows = [make_row(pattern, seed, low=16) for seed, pattern in enumerate(("ppggggppggg", "pppp", "pgg", "pgpgpggggg"))]
-    assert evaluate(model, rows, D) == [served(Eagle3Drafter(model, "test"), row, D) for row in rows]
+    assert evaluate(model, rows, D, TargetView(model.embedding)) == [served(Eagle3Drafter(model, "test"), row, D) for row in rows]
 
 
 def test_counts_of_ngram_lookup_are_those_of_serving_it(make_row: Callable) -> None:
@@ -71,7 +80,7 @@ def test_counts_of_ngram_lookup_are_those_of_serving_it(make_row: Callable) -> N
 
 def test_walk_accepts_advances_and_stops_at_the_end_of_a_turn() -> None:
     """A turn with 6 positions (7 tokens behind the first): 2 drafts hit and a bonus, a miss, then to the end."""
-    stats = walk(reach=[2, 0, 0, 0, 2, 1], depths=[6, 5, 4, 3, 2, 1], num_draft_tokens=5)
+    stats = walk(reaching([2, 0, 0, 0, 2, 1]), depths=[6, 5, 4, 3, 2, 1], num_draft_tokens=5)
     assert (stats.num_steps, stats.num_accepted, stats.num_drafted) == (3, 4, 5 + 3 + 2)
     assert stats.mean_acceptance_length == pytest.approx(1 + 4 / 3)
     assert stats.accepted_per_position == [2, 2]
@@ -81,8 +90,8 @@ def test_walk_accepts_advances_and_stops_at_the_end_of_a_turn() -> None:
 
 def test_walk_of_a_perfect_drafter_and_of_none() -> None:
     depths = list(range(20, 0, -1))
-    assert walk([min(D, depth) for depth in depths], depths, D).num_steps == 4  # 6 + 6 + 6 + the last 3 tokens
-    assert walk([0] * 20, depths, D).num_steps == 20
+    assert walk(reaching([min(D, depth) for depth in depths]), depths, D).num_steps == 4  # 6 + 6 + 6 + the last 3 tokens
+    assert walk(reaching([0] * 20), depths, D).num_steps == 20
     assert walk([], [], D).num_steps == 0
 
 
@@ -91,10 +100,41 @@ def test_sums_divide_last() -> None:
     counts[0].record(5, 5)
     counts[1].record(5, 0)
     counts[1].record(2, 1)
-    summed = total(counts)
+    summed = total(map(as_counts, counts))
+    assert summed == as_counts(SpeculationStats.total(counts))
     assert summed.mean_acceptance_length == 3.0
     assert summed.accepted_per_position == [2, 1, 1, 1, 1]
     assert summed.drafted_per_position == [3, 3, 2, 2, 2]
+
+
+def test_walk_of_sampled_drafts_is_the_mean_of_the_courses_it_may_take() -> None:
+    """Against dice: each draft of each step is accepted by its chance, and the step moves on."""
+    chances = [
+        [0.9, 0.5, 0.2],
+        [0.3, 0.8, 0.7],
+        [0.6, 0.6, 0.0],
+        [0.1, 0.9, 0.0],
+        [0.5, 0.0, 0.0],
+        [0.4, 0.7, 0.0],
+        [0.2, 0.0, 0.0],
+    ]
+    depths = [5, 4, 3, 2, 1, 2, 1]  # two turns
+    expected = walk(chances, depths, 3)
+    dice, num_courses = torch.Generator().manual_seed(0), 20_000
+    seen = SpeculationStats()
+    for _ in range(num_courses):
+        rolls = torch.rand(len(depths), 3, generator=dice).tolist()
+        at = 0
+        while at < len(depths):
+            length = min(3, depths[at])
+            hits = [roll < chance for roll, chance in zip(rolls[at], chances[at], strict=True)][:length]
+            accepted = [*hits, False].index(False)
+            seen.record(length, accepted)
+            at += min(accepted + 1, depths[at])
+    for name in ("num_steps", "num_drafted", "num_accepted"):
+        assert getattr(expected, name) == pytest.approx(getattr(seen, name) / num_courses, rel=0.01)
+    assert expected.accepted_per_position == pytest.approx([n / num_courses for n in seen.accepted_per_position], rel=0.05)
+    assert expected.drafted_per_position == pytest.approx([n / num_courses for n in seen.drafted_per_position], rel=0.02)
 
 
 def test_evaluation_does_not_depend_on_the_company_of_a_row(state, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +142,7 @@ def test_evaluation_does_not_depend_on_the_company_of_a_row(state, monkeypatch: 
     for _ in range(12):
         learner.step(state.rows(range(8)))
     rows = state.rows(range(8))
-    together = evaluate(learner.served(), rows, D)
+    target = TargetView(state.target.lm_head)
+    together = evaluate(learner.served(), rows, D, target)
     monkeypatch.setattr("training.judging.simulation.MAX_BATCH_TOKENS", 25)
-    assert evaluate(learner.served(), rows, D) == together
+    assert evaluate(learner.served(), rows, D, target) == together

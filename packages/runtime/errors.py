@@ -13,6 +13,7 @@
     |- HistoryDiverged (RuntimeError)      a prompt that does not begin with the history it is to continue
     |- CapacityExhausted (RuntimeError)    come back after `retry_after_s`
     |- EngineUnavailable (RuntimeError)    the engine is stopping, or failed
+    |- RankLost (RuntimeError)             another process of a run that several train together is gone
     |- ConfigError (ValueError)            a setting that cannot be taken
     |- ModelError (ValueError)             a model that cannot be found, read or used
     |- DrafterRejected (ValueError)        a drafter that must not be served; `reason` is a RejectReason value
@@ -110,6 +111,16 @@ class CapacityExhausted(SlipstreamError, RuntimeError):
 
 class EngineUnavailable(SlipstreamError, RuntimeError):
     reason = "ENGINE_UNAVAILABLE"
+
+
+class RankLost(SlipstreamError, RuntimeError):
+    reason = "RANK_LOST"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"This run is trained by several processes, and {what.rstrip('.')}. What the latest checkpoint holds is safe, and its "
+            "other rows go back to the queue; start all processes again, in whatever number, and the run goes on from there."
+        )
 
 
 class ConfigError(SlipstreamError, ValueError):

@@ -50,6 +50,12 @@ class Parallel(Choice):
     FSDP = "fsdp"  # each holds a shard of its parameters, gradients and moments
 
 
+class Objective(Choice):
+    CROSS_ENTROPY = "cross_entropy"  # soft, against the target's distribution
+    LK_ALPHA = "lk_alpha"  # -log of the expected acceptance
+    LK_BLEND = "lk_blend"  # KL where drafter and target hardly overlap, expected acceptance where they do
+
+
 @dataclass
 class GateConfig:
     """When a candidate may be published. It must beat what is served now on the same held-out rows, beyond chance."""
@@ -82,6 +88,8 @@ class TrainerConfig:
     num_threads: int | None = None  # CPU threads; None: half of the cores online (a server needs the others), all offline
     niceness: int = 5  # lowers the priority beside a server on the same machine; 0: leave it
     ttt_steps: int = 3  # L, depths unrolled in training
+    objective: Objective = Objective.CROSS_ENTROPY
+    lk_eta: float = 3.0  # objective=lk_blend: the weight of KL is exp(-lk_eta * acceptance)
     depth_decay: float = 0.8  # weight of depth k is depth_decay ** k
     depth_weights: list[float] | None = None  # the weights of depths 0, 1, ... one by one instead
     learning_rate: float | None = None  # None: 5e-4 when continuing, 2e-3 from scratch
@@ -116,6 +124,7 @@ class TrainerConfig:
         require_threads("trainer.num_threads", self.num_threads)
         require(0 <= self.niceness <= 19, "trainer.niceness", self.niceness, "between 0 and 19")
         require(1 <= self.ttt_steps <= 16, "trainer.ttt_steps", self.ttt_steps, "between 1 and 16")
+        require(self.lk_eta >= 0.0, "trainer.lk_eta", self.lk_eta, "0 or more")
         require(0.0 < self.depth_decay <= 1.0, "trainer.depth_decay", self.depth_decay, "above 0 and at most 1")
         ok = self.depth_weights is None or (len(self.depth_weights) == self.ttt_steps and all(w >= 0 for w in self.depth_weights))
         require(ok, "trainer.depth_weights", self.depth_weights, "trainer.ttt_steps numbers from 0, or null")

@@ -2,7 +2,7 @@
 
 Three spellings of tensor names are read: ours and SGLang's (`midlayer.*`, with or without `model.` before), vLLM's and
 speculators' (`layers.0.*`). Whatever is missing, unknown, mis-shaped, not finite or made for another embedding is refused
-with one sentence: a drafter that loads is whole. Never pickle.
+with one sentence: a drafter that loads is whole. Never pickle. The spellings that are written are in interchange.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,38 +24,59 @@ from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.eagle3.vocab import DraftVocabulary
 from runtime.files import FILE_MODE, TEMPORARY_PREFIX, dump_json, fsync_tree, write_atomic
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "RejectReason", "load", "read_config", "read_vocabulary", "save", "version_id"]
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "RejectReason",
+    "load",
+    "read_config",
+    "read_json",
+    "read_vocabulary",
+    "read_weights",
+    "save",
+    "version_id",
+    "write",
+]
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+EMBEDDING = "embed_tokens.weight"
 _WEIGHT_TYPES = ("F32", "F16", "BF16")
 _TABLE_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
-_OPTIONAL = ("t2d", "embed_tokens.weight")
+_OPTIONAL = ("t2d", EMBEDDING)
 
 
 def save(model: Eagle3Model, directory: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the drafter into `directory` (made if missing). The same model always gives the same bytes."""
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     tensors |= {"d2t": model.vocabulary.d2t, "t2d": model.vocabulary.t2d}
+    write(directory, model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}, tensors, {})
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a config.json and tensors as they are named here. metadata: of the weights file, beside what loaders ask for."""
+    directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / f"{TEMPORARY_PREFIX}{WEIGHTS_FILE}"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    save_file(dict(tensors), unfinished, metadata={"format": "pt", **metadata})
     os.chmod(unfinished, FILE_MODE)
     os.replace(unfinished, directory / WEIGHTS_FILE)
-    config = model.config.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    write_atomic(directory / CONFIG_FILE, dump_json(config))
+    write_atomic(directory / CONFIG_FILE, dump_json(dict(config)))
     fsync_tree(directory)
 
 
 def read_config(directory: Path) -> Eagle3Config:
-    path = directory / CONFIG_FILE
+    return Eagle3Config.from_dict(read_json(directory / CONFIG_FILE))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise rejected(RejectReason.UNREADABLE, f"{path} cannot be read as JSON ({error}).") from error
     if not isinstance(raw, dict):
         raise rejected(RejectReason.UNREADABLE, f"{path} holds {type(raw).__name__}, not an object.")
-    return Eagle3Config.from_dict(raw)
+    return raw
 
 
 def read_vocabulary(directory: Path) -> DraftVocabulary:
@@ -62,6 +84,19 @@ def read_vocabulary(directory: Path) -> DraftVocabulary:
     config = read_config(directory)
     tensors = _read_tensors(directory / WEIGHTS_FILE, config, only=_TABLE_TYPES)
     return _vocabulary(config, tensors)
+
+
+def read_weights(directory: Path, embedding: torch.Tensor) -> tuple[Eagle3Config, dict[str, torch.Tensor]]:
+    """The config and every tensor of the draft network as it is stored, by our names, with both tables of the vocabulary.
+
+    embedding: the target's, [V, Ht]. One in the file must be the same, and is not among the tensors.
+    """
+    config = read_config(directory)
+    _check_embedding(config, embedding)
+    tensors = _read_tensors(directory / WEIGHTS_FILE, config)
+    _take_embedding(tensors, embedding)
+    vocabulary = _vocabulary(config, tensors)
+    return config, tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
 
 
 def load(
@@ -75,12 +110,7 @@ def load(
     config = read_config(directory)
     _check_embedding(config, embedding)
     tensors = _read_tensors(directory / WEIGHTS_FILE, config)
-    own_embedding = tensors.pop("embed_tokens.weight", None)
-    if own_embedding is not None and not torch.equal(own_embedding, embedding.detach().to("cpu", own_embedding.dtype)):
-        raise rejected(
-            RejectReason.TARGET_FINGERPRINT,
-            "The drafter's embed_tokens differs from the target's embedding: it was trained for another model.",
-        )
+    _take_embedding(tensors, embedding)
     vocabulary = _vocabulary(config, tensors)
     with torch.device("meta"):  # nothing to initialise: every parameter comes from the file
         model = Eagle3Model(config, vocabulary, embedding)
@@ -115,6 +145,16 @@ def _check_embedding(config: Eagle3Config, embedding: torch.Tensor) -> None:
         )
 
 
+def _take_embedding(tensors: dict[str, torch.Tensor], embedding: torch.Tensor) -> None:
+    """Out of the tensors, after it was held against the target's."""
+    own = tensors.pop(EMBEDDING, None)
+    if own is not None and not torch.equal(own, embedding.detach().to("cpu", own.dtype)):
+        raise rejected(
+            RejectReason.TARGET_FINGERPRINT,
+            "The drafter's embed_tokens differs from the target's embedding: it was trained for another model.",
+        )
+
+
 def _expected_shapes(config: Eagle3Config) -> dict[str, list[int]]:
     """Every tensor the file may hold, by our names, with its shape."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -135,7 +175,7 @@ def _expected_shapes(config: Eagle3Config) -> dict[str, list[int]]:
         "lm_head.weight": [config.draft_vocab_size, hidden],
         "d2t": [config.draft_vocab_size],
         "t2d": [config.vocab_size],
-        "embed_tokens.weight": [config.vocab_size, hidden],
+        EMBEDDING: [config.vocab_size, hidden],
     }
     if config.fc_norm:
         shapes |= {f"fc_norm.{third}.weight": [hidden] for third in range(3)}
@@ -144,6 +184,8 @@ def _expected_shapes(config: Eagle3Config) -> dict[str, list[int]]:
 
 def _our_name(name: str) -> str:
     name = name.removeprefix("model.")
+    if name == "draft_id_to_target_id":  # as vLLM holds it
+        return "d2t"
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 

@@ -19,7 +19,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")  # ours, vLLM's, speculators'
 MAX_SIZE = 2**31 - 1  # of any one dimension
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SIZES = (
     "hidden_size",
@@ -179,8 +179,8 @@ class Eagle3Config:
         flags = {"fc_norm": self.fc_norm, "norm_before_residual": self.norm_before_residual, "norm_output": self.norm_output}
         result |= {name: True for name, value in flags.items() if value}
         if self.aux_layer_ids is not None:
-            result["eagle_config"] = {_LAYER_IDS: list(self.aux_layer_ids), "use_aux_hidden_state": True}
-            result[_LAYER_IDS] = [layer_id + 1 for layer_id in self.aux_layer_ids]
+            result["eagle_config"] = {LAYER_IDS: list(self.aux_layer_ids), "use_aux_hidden_state": True}
+            result[LAYER_IDS] = [layer_id + 1 for layer_id in self.aux_layer_ids]
         return result
 
 
@@ -189,6 +189,8 @@ def _check_network(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
     named = raw.get("architectures") or []
     known = isinstance(named, list) and len(named) == 1 and named[0] in _ARCHITECTURES
     _require(known, "architectures", named, f"one of {', '.join(_ARCHITECTURES)}")
+    kind = raw.get("speculators_model_type")
+    _require(kind in (None, "eagle3"), "speculators_model_type", kind, "'eagle3'")
     for source in (raw, layer):
         for name, expected in _FIXED.items():
             value = source.get(name)
@@ -242,8 +244,8 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
 
 def _read_layer_ids(raw: Mapping[str, Any]) -> tuple[int, int, int] | None:
     """Output ids: as they stand under eagle_config (SGLang), minus one at the top (vLLM's and speculators' entrances)."""
-    outputs = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
-    entrances = raw.get(_LAYER_IDS)
+    outputs = (raw.get("eagle_config") or {}).get(LAYER_IDS)
+    entrances = raw.get(LAYER_IDS)
     for value in (outputs, entrances):
         if value is not None:
             _check_layer_ids(value)
@@ -265,7 +267,7 @@ def _check_layer_ids(value: object) -> None:
     ok = isinstance(value, list | tuple) and len(value) == 3 and all(_is_int(layer_id) and layer_id >= 0 for layer_id in value)
     if not ok or list(value) != sorted(set(value)):  # type: ignore[call-overload]
         raise rejected(
-            RejectReason.LAYER_IDS, f"The drafter's config has {_LAYER_IDS} = {value!r}; it must be three ascending layer ids."
+            RejectReason.LAYER_IDS, f"The drafter's config has {LAYER_IDS} = {value!r}; it must be three ascending layer ids."
         )
 
 

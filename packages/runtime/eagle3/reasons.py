@@ -9,6 +9,8 @@ from runtime.errors import DrafterRejected
 
 class RejectReason(StrEnum):
     UNREADABLE = "UNREADABLE"
+    PICKLE = "PICKLE"
+    OUTSIDE = "OUTSIDE"  # a link that leads out of the checkpoint's directory
     CONFIG = "CONFIG"
     MISSING_TENSOR = "MISSING_TENSOR"
     UNKNOWN_TENSOR = "UNKNOWN_TENSOR"

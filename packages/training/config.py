@@ -176,7 +176,10 @@ class DataConfig:
     replay_rows: int = 1024  # the newest so many trained rows may be replayed
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
-    prompts: str | None = None  # interleaved, capture: a file of conversations, one JSON object a line
+    prompts: str | None = None  # interleaved, capture: conversations, one JSON object a line: a file, directory or pattern
+    corpus: str | None = None  # offline: conversations, or a directory of token rows; null: the rows of features.root
+    max_tokens: int = 2048  # of a row of a corpus; a longer one is cut there
+    heldout_fraction: float = 0.01  # of a corpus's conversations, for the gate
 
     def __post_init__(self) -> None:
         require(self.batch_rows >= 1, "data.batch_rows", self.batch_rows, "at least 1")
@@ -190,6 +193,11 @@ class DataConfig:
         require_period("data.poll_s", self.poll_s)
         ok = self.prompts is None or bool(self.prompts.strip())
         require(ok, "data.prompts", self.prompts, "a file of conversations, or null")
+        ok = self.corpus is None or bool(self.corpus.strip())
+        require(ok, "data.corpus", self.corpus, "conversations, a directory of token rows, or null")
+        require(self.max_tokens >= 8, "data.max_tokens", self.max_tokens, "at least 8")
+        ok = 0.0 <= self.heldout_fraction <= 0.5
+        require(ok, "data.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
 
 
 @dataclass
@@ -225,6 +233,36 @@ class ProducerConfig:
         require(ok, "producer.join_timeout_s", self.join_timeout_s, "more than 0 seconds and at most 3600")
 
 
+class Output(Choice):
+    FEATURES = "features"  # rows with hidden states into features.root, as mode=offline reads them
+    TOKENS = "tokens"  # shards of token ids alone, from which mode=offline computes the states as it goes
+
+
+@dataclass
+class AnswersConfig:
+    """What mode=capture makes of data.prompts."""
+
+    generate: bool = True  # false: the assistant's turns are taken as they stand in the conversations
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # one answer to each prompt for each of them
+    max_tokens: int = 256  # of an answer
+    concurrency: int = 64  # answers at a time
+    kv_budget_mib: int = 4096  # for the K/V of all of them
+    output: Output = Output.FEATURES
+    directory: str | None = None  # of the shards; null: tokens/<trainer.run_id> in the state directory
+    shard_tokens: int = 1_000_000  # a shard is written when it has so many,
+    flush_every_s: float = 60.0  # and after so long
+
+    def __post_init__(self) -> None:
+        ok = bool(self.temperatures) and all(0.0 <= each <= 2.0 for each in self.temperatures)
+        require(ok, "answers.temperatures", self.temperatures, "a list of at least one, each between 0 and 2")
+        require(self.max_tokens >= 2, "answers.max_tokens", self.max_tokens, "at least 2: a shorter answer teaches nothing")
+        require(1 <= self.concurrency <= 16384, "answers.concurrency", self.concurrency, "between 1 and 16384")
+        require(self.kv_budget_mib >= 16, "answers.kv_budget_mib", self.kv_budget_mib, "at least 16")
+        require_directory("answers.directory", self.directory)
+        require(self.shard_tokens >= 1, "answers.shard_tokens", self.shard_tokens, "at least 1")
+        require(0 <= self.flush_every_s <= 86400, "answers.flush_every_s", self.flush_every_s, "between 0 and 86400 seconds")
+
+
 @dataclass
 class RemoteConfig:
     """How to reach the server that `source` names."""
@@ -254,6 +292,7 @@ class TrainingConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)  # this and the next two: interleaved
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)  # capture
     mode: Mode = Mode.ONLINE
     source: str | None = None  # grpc://HOST:PORT or grpcs://HOST:PORT: a server's rows; null: those of features.root
     remote: RemoteConfig = field(default_factory=RemoteConfig)
@@ -264,6 +303,8 @@ class TrainingConfig:
         ok = (self.mode in (Mode.INTERLEAVED, Mode.CAPTURE)) == (self.data.prompts is not None)
         expected = "a file of conversations with mode=interleaved or mode=capture, and null in other modes"
         require(ok, "data.prompts", self.data.prompts, expected)
+        ok = self.data.corpus is None or self.mode is Mode.OFFLINE
+        require(ok, "data.corpus", self.data.corpus, "null unless mode=offline")
         ok = self.source is None or self.mode is Mode.ONLINE
         require(ok, "source", self.source, "null unless mode=online: a server gives rows to be consumed")
         in_step = self.data.batch_rows * self.trainer.accumulation

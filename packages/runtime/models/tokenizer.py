@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +26,16 @@ from runtime.models.fingerprint import read_json
 DECODED_FEW = 2**16  # decodings of a few tokens that are kept, some megabytes
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A conversation on its way through a chat template: markers stand for control tokens that somebody wrote as text."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    literals: list[str]  # by number
+    marker: str
 
 
 class Tokenizer:
@@ -90,8 +101,7 @@ class Tokenizer:
     @property
     def knows_tools(self) -> bool:
         """Whether the chat template has a place for tools, and writes the calls of earlier turns."""
-        templates = self._pretrained.chat_template or ""
-        return any("tools" in template for template in (templates.values() if isinstance(templates, dict) else [templates]))
+        return self.knows("tools")
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The ids of a conversation through the model's chat template, ending where the assistant is to speak.
@@ -103,27 +113,54 @@ class Tokenizer:
         for index, message in enumerate(messages):
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise InvalidRequest("messages", f"messages[{index}] needs a role and a content, both text.")
+        guarded = self.guard(messages, tools)
+        text = self.render(guarded, len(messages))
+        return self.encode_rendered(text, guarded)[0] if guarded.literals else self.encode(text)
+
+    def guard(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Guarded:
+        """A conversation in which each control token written as text is replaced by a numbered marker."""
+        marker = uuid.uuid4().hex
+        (marked, marked_tools), literals = self._mark([list(messages), list(tools)], marker)
+        return Guarded(marked, marked_tools, literals, marker)
+
+    def render(self, guarded: Guarded, num_messages: int, *, is_open: bool = True) -> str:
+        """The text of the first num_messages messages through the chat template, markers in it; with is_open it ends where
+        the assistant is to speak. InvalidRequest if there is no template, or if it refuses."""
         if self._pretrained.chat_template is None:
             raise InvalidRequest("messages", "This model has no chat template; send a prompt instead of messages.")
-        marker = uuid.uuid4().hex
-        (guarded, guarded_tools), literals = self._guard([list(messages), list(tools)], marker)
         try:
             text = self._pretrained.apply_chat_template(
-                guarded, tools=guarded_tools or None, tokenize=False, add_generation_prompt=True
+                guarded.messages[:num_messages], tools=guarded.tools or None, tokenize=False, add_generation_prompt=is_open
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
-        if not literals:
-            return self.encode(text)
-        ids: list[int] = []
-        for index, piece in enumerate(re.split(f"{marker}:([0-9]+);", text)):
-            if index % 2:
-                ids += self._plain.encode(literals[int(piece)], add_special_tokens=False).ids
-            elif piece:
-                ids += self.encode(piece)
-        return ids
+        return str(text)
 
-    def _guard(self, given: Any, marker: str) -> tuple[Any, list[str]]:
+    def encode_rendered(self, text: str, guarded: Guarded | None = None) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, where each begins and ends in the text) of a text as it stands, or of one that `render` gave: a marker stands
+        for the plain characters that it took the place of, and each of their ids has the marker's place."""
+        if guarded is None or not guarded.literals:
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=False)  # unlike encode, lets other threads run
+            return list(encoding.ids), list(encoding.offsets)
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        start = 0
+        for match in re.finditer(f"{guarded.marker}:([0-9]+);", text):
+            self._encode_piece(text, start, match.start(), ids, places)
+            literal = self._plain.encode(guarded.literals[int(match[1])], add_special_tokens=False).ids
+            ids += literal
+            places += [match.span()] * len(literal)
+            start = match.end()
+        self._encode_piece(text, start, len(text), ids, places)
+        return ids, places
+
+    def _encode_piece(self, text: str, start: int, stop: int, ids: list[int], places: list[tuple[int, int]]) -> None:
+        if stop > start:
+            [encoding] = self._backend.encode_batch([text[start:stop]], add_special_tokens=False)
+            ids += encoding.ids
+            places += [(start + first, start + last) for first, last in encoding.offsets]
+
+    def _mark(self, given: Any, marker: str) -> tuple[Any, list[str]]:
         """The same with each control token written in its texts replaced by a numbered marker, and what the numbers mean."""
         literals: list[str] = []
 
@@ -139,6 +176,16 @@ class Tokenizer:
             return [guard(item) for item in value] if isinstance(value, list) else value
 
         return guard(given), literals
+
+    def knows(self, word: str) -> bool:
+        """Whether the chat template has this word in it: a field of messages that it writes out."""
+        templates = self._pretrained.chat_template or ""
+        return any(word in template for template in (templates.values() if isinstance(templates, dict) else [templates]))
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Of the chat template: equal hashes, equal texts for equal conversations."""
+        return sha256(json.dumps(self._pretrained.chat_template, sort_keys=True).encode()).hexdigest()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids; control tokens and ids without a token are skipped, broken UTF-8 becomes U+FFFD."""

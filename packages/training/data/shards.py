@@ -1,0 +1,161 @@
+"""A directory of token rows: shards that appear whole, and a manifest that says what made them.
+
+    <directory>/{manifest.json, shard-00000.safetensors, shard-00001.safetensors, ...}
+
+A shard is complete by itself: killed between a shard and its manifest, a maker finds the shard and goes on behind it. The
+manifest holds counts and hashes, and the `origin`: the settings that all rows of one directory share. Knows no model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from runtime.errors import ConfigError, FeatureError
+from runtime.files import TEMPORARY_PREFIX, dump_json, sha256_of, write_atomic
+from training.data.tokens import Corpus, TokenRow, name_of
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class TokenShards:
+    """Makes such a directory, or goes on with one. For one process at a time."""
+
+    def __init__(
+        self, directory: Path, origin: Mapping[str, Any], vocab_size: int, *, shard_tokens: int, flush_every_s: float
+    ) -> None:
+        """ConfigError if the directory holds rows of another origin, or is not a directory of rows."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _hold(directory)
+        self.directory = directory
+        self._origin = json.loads(json.dumps(dict(origin)))
+        self._vocab_size = vocab_size
+        self._shard_tokens = shard_tokens
+        self._flush_every_s = flush_every_s
+        self._shards: list[dict[str, Any]] = []
+        self.known: set[str] = set()  # names of rows that are there
+        self._rows: list[TokenRow] = []  # not written yet
+        self._num_tokens = 0
+        self._flushed_at = time.monotonic()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for leftover in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
+            leftover.unlink()
+        files = sorted(self.directory.glob("shard-*.safetensors"))
+        if (self.directory / MANIFEST).exists():
+            before = read_manifest(self.directory)["origin"]
+            for name in sorted(before.keys() | self._origin.keys()):
+                if before.get(name) != self._origin.get(name):
+                    raise ConfigError(
+                        f"{self.directory} holds rows made with {name} {before.get(name)!r}, and now it is "
+                        f"{self._origin.get(name)!r}; keep what it was, or give another directory."
+                    )
+        elif files:
+            raise ConfigError(f"{self.directory} holds shards and no {MANIFEST}; give another directory.")
+        else:
+            self._write_manifest({})
+        for path in files:
+            self._enter(path, read_shard(path))
+
+    def _enter(self, path: Path, corpus: Corpus) -> None:
+        temperatures = Counter(f"{value:g}" for value in corpus.temperatures.tolist())
+        self._shards.append(
+            {
+                "file": path.name,
+                "sha256": sha256_of(path),
+                "rows": len(corpus),
+                "tokens": corpus.num_tokens,
+                "generated_tokens": corpus.num_generated,
+                "rows_by_temperature": dict(temperatures),
+                "rows_by_slice": dict(Counter(label for _, _, label in corpus.labels)),
+            }
+        )
+        self.known |= {name_of(source, part) for source, part, _ in corpus.labels}
+
+    def add(self, row: TokenRow) -> None:
+        """Take a row of a name that is not known yet; on disk with the next shard."""
+        assert row.name not in self.known, row.name
+        self.known.add(row.name)
+        self._rows.append(row)
+        self._num_tokens += len(row.token_ids)
+        if self._num_tokens >= self._shard_tokens or time.monotonic() - self._flushed_at >= self._flush_every_s:
+            self.flush()
+
+    def flush(self, counts: Mapping[str, Any] | None = None) -> None:
+        """Everything is durable when this returns. counts: what else there is to say, for the manifest."""
+        if self._rows:
+            corpus = Corpus.of(self._rows, self._vocab_size)
+            path = self.directory / f"shard-{len(self._shards):05d}.safetensors"
+            write_atomic(path, save(corpus.tensors()))
+            self._enter(path, corpus)
+            self._rows.clear()
+            self._num_tokens = 0
+        self._write_manifest(counts)
+        self._flushed_at = time.monotonic()
+
+    def totals(self) -> dict[str, int]:
+        return {name: sum(shard[name] for shard in self._shards) for name in ("rows", "tokens", "generated_tokens")}
+
+    def _write_manifest(self, counts: Mapping[str, Any] | None) -> None:
+        manifest = {"format": FORMAT, "origin": self._origin, "totals": self.totals(), "shards": self._shards}
+        write_atomic(self.directory / MANIFEST, dump_json({**manifest, "counts": dict(counts or {})}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.close()
+
+
+def _hold(directory: Path) -> Any:
+    file = (directory / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"Another process is writing rows into {directory}; stop it, or give another directory.") from error
+    return file
+
+
+def is_shard_directory(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """ConfigError if it is damaged."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give another directory.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ConfigError(f"{path} is no manifest of format {FORMAT}; give another directory.")
+    return manifest
+
+
+def read_shard(path: Path) -> Corpus:
+    """ConfigError if it is damaged."""
+    try:
+        return Corpus.from_tensors(load(path.read_bytes()))
+    except (OSError, SafetensorError, FeatureError) as error:
+        raise ConfigError(f"Shard {path} cannot be used: {error}. Restore it, or make the directory anew.") from error
+
+
+def read_shards(directory: Path) -> Iterable[Corpus]:
+    """The shards that the manifest names, each held against its hash. ConfigError for one that is missing or changed."""
+    for shard in read_manifest(directory)["shards"]:
+        path = directory / shard["file"]
+        if not path.is_file() or sha256_of(path) != shard["sha256"]:
+            raise ConfigError(f"Shard {path} is not what its manifest says; restore it, or make the directory anew.")
+        yield read_shard(path)

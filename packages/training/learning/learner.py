@@ -1,4 +1,7 @@
-"""The learner: a drafter's float32 masters, their optimiser and their teacher; one step a call.
+"""The learner: a drafter's float32 masters, their optimiser and their teacher; one step a call, alone or as one of several ranks.
+
+A step takes any number of micro-batches on each rank, also none, and is the step that one process would make on all their rows
+at once: pairs that carry loss are counted over all of them first, and every gradient is divided by that count.
 
 Auxiliary channels differ in size by a factor of thousands, so fc's input is conditioned: each channel is multiplied by a
 power of two near 1/rms, and fc holds the counter-factor. A power of two changes no mantissa, so folding it into fc on export
@@ -17,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
 from training.config import TrainerConfig
-from training.data.batches import TrainingRow, pack
+from training.data.batches import Batch, TrainingRow, pack
+from training.learning.distributed import ALONE, World, keeping_gradients, spread, whole
 from training.learning.loss import carrying, chain_loss
 from training.learning.optim import Optimizer
 from training.learning.target_weights import TargetWeights
@@ -32,7 +37,7 @@ MAX_SCALE_EXPONENT = 20
 
 @dataclass(frozen=True)
 class StepResult:
-    """Counts and sums of one optimiser step."""
+    """Counts and sums of one optimiser step, over all micro-batches of all ranks."""
 
     step: int
     loss: float
@@ -45,18 +50,59 @@ class StepResult:
     seconds: float
 
 
+class _Chain(nn.Module):
+    """The drafter, unrolled, and its loss: one forward, as distributed modules want it."""
+
+    def __init__(self, model: Eagle3Model, teacher: Teacher) -> None:
+        super().__init__()
+        self.model = model
+        self._teacher = teacher
+
+    def forward(
+        self, batch: Batch | None, carries: torch.Tensor | None, pair_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, sums [L], hits [P, L]), as in `LossResult`. Without a batch: a loss of 0, and of every parameter a part."""
+        if batch is None or carries is None:
+            nothing = torch.stack([parameter[:0].sum() for parameter in self.model.parameters()]).sum()
+            return nothing, torch.zeros_like(pair_weights), pair_weights.new_zeros((0, len(pair_weights)), dtype=torch.bool)
+        result = chain_loss(
+            unroll(self.model, batch),
+            self.model.lm_head.weight,
+            self._teacher.head,
+            batch.last,
+            carries,
+            self._teacher.draft_labels(batch),
+            pair_weights,
+        )
+        return result.loss, result.sums, result.hits
+
+
 class Learner:
     def __init__(
-        self, model: Eagle3Model, scale: torch.Tensor, target: TargetWeights, config: TrainerConfig, learning_rate: float
+        self,
+        model: Eagle3Model,
+        scale: torch.Tensor,
+        target: TargetWeights,
+        config: TrainerConfig,
+        learning_rate: float,
+        world: World = ALONE,
+        teacher: Teacher | None = None,
     ) -> None:
-        """model: as it is served, float32; it becomes the learner's own. scale: float32 [3*Ht], powers of two."""
+        """model: as it is served, float32; it becomes the learner's own. scale: float32 [3*Ht], powers of two. teacher: of
+        another learner with the same vocabulary. All ranks of the world make theirs at once, alike."""
         self._model = _with_factor(model, 1.0 / scale).requires_grad_(True)
         self._scale = scale.to(model.fc.weight.device)
         self._config = config
         self._device = model.fc.weight.device
-        self._teacher = Teacher(target.lm_head, model.vocabulary, self._device)
+        self._world = world
+        self.teacher = teacher or Teacher(target.lm_head, model.vocabulary, self._device)
+        self._chain = spread(_Chain(self._model, self.teacher), world)
         self._optimizer = Optimizer(
-            self._model, learning_rate=learning_rate, warmup_steps=config.warmup_steps, clip_norm=config.clip_norm
+            self._model,
+            learning_rate=learning_rate,
+            warmup_steps=config.warmup_steps,
+            clip_norm=config.clip_norm,
+            ema_decay=config.ema_decay,
         )
 
     @property
@@ -71,51 +117,60 @@ class Learner:
     def vocabulary(self) -> DraftVocabulary:
         return self._model.vocabulary
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepResult:
-        """One optimiser step on these rows."""
+    def step(self, *batches: Sequence[TrainingRow]) -> StepResult:
+        """One optimiser step on the rows of these micro-batches and of those of the other ranks, who call at the same time."""
         started = time.perf_counter()
+        counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64)
+        for rows in batches:
+            packed, carries = self._pack(rows)
+            counts += carries.sum(0).cpu()
+        self._world.add_up(counts)
+        num_pairs = counts.clamp(min=1).to(self._device)  # [L]
+        weights = torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs
+        figures = _Figures(self._config.ttt_steps)
+        with self._world.watching():
+            if not batches:
+                self._backward(None, None, weights, is_last=True)
+            for number, rows in enumerate(batches, 1):
+                if len(batches) > 1:  # one at a time in memory
+                    packed, carries = self._pack(rows)
+                loss, sums, hits = self._backward(packed, carries, weights, is_last=number == len(batches))
+                figures.add(loss, sums, hits, packed, sum(row.num_tokens for row in rows))
+            grad_norm = self._optimizer.step()
+        return figures.result(self._world, self.num_steps, num_pairs, grad_norm, started)
+
+    def _pack(self, rows: Sequence[TrainingRow]) -> tuple[Batch, torch.Tensor]:
+        """(batch, bool [P, L] which of its pairs carry loss)."""
         batch = pack(rows, self._config.ttt_steps, self._device)
         batch = dataclasses.replace(batch, aux=batch.aux * self._scale)
-        carries = carrying(batch.depths, self._teacher.covered(batch), self._config.ttt_steps)
-        num_pairs = carries.sum(0).clamp(min=1)  # [L]
-        result = chain_loss(
-            unroll(self._model, batch),
-            self._model.lm_head.weight,
-            self._teacher.head,
-            batch.last,
-            carries,
-            self._teacher.draft_labels(batch),
-            torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs,
-        )
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        grad_norm = self._optimizer.step()
-        return StepResult(
-            step=self.num_steps,
-            loss=float(result.loss.detach()),
-            depth_losses=(result.sums / num_pairs).tolist(),
-            num_supervised=batch.num_supervised,
-            num_drafted=[int((batch.depths > k).sum()) for k in range(self._config.ttt_steps)],
-            num_accepted=result.hits.cumprod(1).sum(0).tolist(),
-            num_tokens=sum(row.num_tokens for row in rows),
-            grad_norm=grad_norm,
-            seconds=time.perf_counter() - started,
-        )
+        return batch, carrying(batch.depths, self.teacher.covered(batch), self._config.ttt_steps)
+
+    def _backward(
+        self, batch: Batch | None, carries: torch.Tensor | None, weights: torch.Tensor, *, is_last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a forward returns; the gradients are there. Ranks average theirs, where the sum is meant."""
+        with keeping_gradients(self._chain, is_last):
+            loss, sums, hits = self._chain(batch, carries, weights)
+            (loss * self._world.size).backward()
+        return loss.detach(), sums, hits
 
     def export(self, directory: Path) -> None:
         """Write the drafter as it is served: the conditioning folded in, bfloat16."""
         save(self.served(), directory)
 
     def served(self) -> Eagle3Model:
-        """A copy of the drafter with the conditioning folded in, float32."""
-        return _with_factor(self._model, self._scale).requires_grad_(False)
+        """A copy of the drafter with the conditioning folded in, float32; of the average, where one is kept. Every rank calls."""
+        model = Eagle3Model(self._model.config, self.vocabulary, self._model.embedding)
+        model.load_state_dict(self._optimizer.weights())
+        return _with_factor(model.to(self._device), self._scale).requires_grad_(False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything of a checkpoint that is a tensor."""
+        """Everything of a checkpoint that is a tensor, whole. Every rank calls."""
         return {
             "scale": self._scale,
             "d2t": self.vocabulary.d2t,
             "t2d": self.vocabulary.t2d,
-            **{f"model.{name}": tensor for name, tensor in self._model.state_dict().items()},
+            **{f"model.{name}": whole(tensor) for name, tensor in self._model.state_dict().items()},
             **{f"optimizer.{name}": tensor for name, tensor in self._optimizer.tensors().items()},
         }
 
@@ -125,16 +180,53 @@ class Learner:
 
     @staticmethod
     def restore(
-        tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], target: TargetWeights, config: TrainerConfig
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        target: TargetWeights,
+        config: TrainerConfig,
+        world: World = ALONE,
+        teacher: Teacher | None = None,
     ) -> Learner:
-        """The inverse of `tensors` and `state`: the same bits, moments included."""
+        """The inverse of `tensors` and `state`: the same bits, moments included, on any number of ranks."""
         vocabulary = DraftVocabulary.from_tensors(tensors["d2t"], tensors["t2d"])
         model = Eagle3Model(Eagle3Config.from_dict(state["eagle3"]), vocabulary, target.embedding)
         model.load_state_dict(_under("model.", tensors))
         model = _with_factor(model.to(target.device), tensors["scale"])
-        learner = Learner(model, tensors["scale"], target, config, config.learning_rate or state["learning_rate"])
+        rate = config.learning_rate or state["learning_rate"]
+        learner = Learner(model, tensors["scale"], target, config, rate, world, teacher)
         learner._optimizer.restore(_under("optimizer.", tensors), state["num_steps"])
         return learner
+
+
+class _Figures:
+    """Sums of a step, to be added up over ranks at its end."""
+
+    def __init__(self, num_depths: int) -> None:
+        self._scalars = torch.zeros(3, dtype=torch.float64)  # loss, supervised positions, tokens
+        self._depths = torch.zeros(3, num_depths, dtype=torch.float64)  # losses, drafted, accepted
+
+    def add(self, loss: torch.Tensor, sums: torch.Tensor, hits: torch.Tensor, batch: Batch, num_tokens: int) -> None:
+        self._scalars += torch.tensor([float(loss), batch.num_supervised, num_tokens], dtype=torch.float64)
+        drafted = (batch.depths[:, None] > torch.arange(sums.shape[0], device=batch.depths.device)).sum(0)
+        self._depths += torch.stack([sums.double(), drafted.double(), hits.cumprod(1).sum(0).double()]).cpu()
+
+    def result(self, world: World, step: int, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
+        """started: by time.perf_counter."""
+        total = torch.cat([self._scalars, self._depths.flatten()])
+        world.add_up(total)
+        loss, num_supervised, num_tokens = total[:3].tolist()
+        losses, drafted, accepted = total[3:].view_as(self._depths)
+        return StepResult(
+            step=step,
+            loss=loss,
+            depth_losses=(losses / num_pairs.cpu()).tolist(),
+            num_supervised=round(num_supervised),
+            num_drafted=[round(count) for count in drafted.tolist()],
+            num_accepted=[round(count) for count in accepted.tolist()],
+            num_tokens=round(num_tokens),
+            grad_norm=grad_norm,
+            seconds=time.perf_counter() - started,
+        )
 
 
 def conditioning(model: Eagle3Model, rows: Sequence[TrainingRow]) -> torch.Tensor:

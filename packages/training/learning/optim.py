@@ -1,7 +1,8 @@
 """The optimiser of an open-ended run: AdamW on float32 masters, warm-up and then a constant rate, the global norm clipped.
 
-No weight decay and no decay of the rate: an online run has no end that a schedule could know. Its state goes to and comes
-from named tensors, so that a checkpoint needs no pickle.
+No weight decay and no decay of the rate: an online run has no end that a schedule could know. A moving average of the weights
+can be kept beside them. State goes to and comes from named, whole tensors, so that a checkpoint needs no pickle and does not
+know how many processes wrote it; each of them steps its own shards, if the parameters lie in shards.
 """
 
 from __future__ import annotations
@@ -11,42 +12,65 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from training.learning.distributed import sharded_like, whole
+
 BETAS = (0.9, 0.95)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, *, learning_rate: float, warmup_steps: int, clip_norm: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, learning_rate: float, warmup_steps: int, clip_norm: float, ema_decay: float | None = None
+    ) -> None:
         self.learning_rate = learning_rate
         self.num_steps = 0
         self._warmup_steps = warmup_steps
         self._clip_norm = clip_norm
+        self._ema_decay = ema_decay
         self._parameters = dict(model.named_parameters())
         self._adamw = torch.optim.AdamW(self._parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
+        self._average = {} if ema_decay is None else {name: each.detach().clone() for name, each in self._parameters.items()}
 
     def step(self) -> float:
-        """Apply and clear the gradients; returns their global norm before clipping. Gradients that are not finite are dropped."""
+        """Apply and clear the gradients; returns their global norm before clipping, over all shards. Gradients that are not
+        finite are dropped."""
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate * min(1.0, (self.num_steps + 1) / max(self._warmup_steps, 1))
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_norm)
+        norm = whole(nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_norm))
         if torch.isfinite(norm):
             self._adamw.step()
+            self._follow()
         self._adamw.zero_grad(set_to_none=True)
         self.num_steps += 1
         return float(norm)
 
+    def _follow(self) -> None:
+        """average = d * average + (1 - d) * weights; d is smaller in the first steps, so that the start is soon forgotten."""
+        if self._ema_decay is not None:
+            decay = min(self._ema_decay, (1 + self.num_steps) / (10 + self.num_steps))
+            weights = [parameter.detach() for parameter in self._parameters.values()]
+            torch._foreach_lerp_(list(self._average.values()), weights, 1 - decay)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What to judge and serve, whole: the average where one is kept, else the parameters themselves. Every rank calls."""
+        return {name: whole(each.detach()) for name, each in (self._average or self._parameters).items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The moments, by parameter and kind; empty before the first step."""
-        return {
-            f"{name}.{kind}": value
+        """The moments, by parameter and kind, whole, and the average; no moments before the first step. Every rank calls."""
+        moments = {
+            f"{name}.{kind}": whole(value)
             for name, parameter in self._parameters.items()
             for kind, value in self._adamw.state.get(parameter, {}).items()
         }
+        return moments | {f"{name}.{AVERAGE}": whole(each) for name, each in self._average.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
-        """The inverse of `tensors`."""
+        """The inverse of `tensors`. An average that is kept now and was not before begins with the weights as they are."""
         self.num_steps = num_steps
         for name, parameter in self._parameters.items():
-            if kinds := {
-                kind: tensors[f"{name}.{kind}"] for kind in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{kind}" in tensors
-            }:
-                self._adamw.state[parameter] = {kind: value.clone().to(parameter.device) for kind, value in kinds.items()}
+            if f"{name}.step" in tensors:
+                moments = {kind: sharded_like(tensors[f"{name}.{kind}"], parameter) for kind in MOMENTS}
+                self._adamw.state[parameter] = {"step": tensors[f"{name}.step"].clone().to(parameter.device), **moments}
+            if self._average and f"{name}.{AVERAGE}" in tensors:
+                self._average[name] = sharded_like(tensors[f"{name}.{AVERAGE}"], parameter)

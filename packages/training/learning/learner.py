@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class StepResult:
     num_accepted: list[int]  # [L] of these, positions whose drafts up to this depth were all right
     num_tokens: int  # context included
     grad_norm: float
+    learning_rate: float  # of this step
     seconds: float
 
 
@@ -106,6 +107,10 @@ class Learner:
         )
 
     @property
+    def num_heads(self) -> int:
+        return 1
+
+    @property
     def num_steps(self) -> int:
         return self._optimizer.num_steps
 
@@ -137,7 +142,7 @@ class Learner:
                 loss, sums, hits = self._backward(packed, carries, weights, is_last=number == len(batches))
                 figures.add(loss, sums, hits, packed, sum(row.num_tokens for row in rows))
             grad_norm = self._optimizer.step()
-        return figures.result(self._world, self.num_steps, num_pairs, grad_norm, started)
+        return figures.result(self._world, self._optimizer, num_pairs, grad_norm, started)
 
     def _pack(self, rows: Sequence[TrainingRow]) -> tuple[Batch, torch.Tensor]:
         """(batch, bool [P, L] which of its pairs carry loss)."""
@@ -153,6 +158,10 @@ class Learner:
             loss, sums, hits = self._chain(batch, carries, weights)
             (loss * self._world.size).backward()
         return loss.detach(), sums, hits
+
+    def candidate(self, score: Callable[[Eagle3Model], float | None]) -> Eagle3Model:
+        """What to judge: there is one head only, and nothing to compare. Every rank calls."""
+        return self.served()
 
     def export(self, directory: Path) -> None:
         """Write the drafter as it is served: the conditioning folded in, bfloat16."""
@@ -186,13 +195,15 @@ class Learner:
         config: TrainerConfig,
         world: World = ALONE,
         teacher: Teacher | None = None,
+        learning_rate: float | None = None,
     ) -> Learner:
-        """The inverse of `tensors` and `state`: the same bits, moments included, on any number of ranks."""
+        """The inverse of `tensors` and `state`: the same bits, moments included, on any number of ranks. learning_rate: instead
+        of the configured one, or the one it had."""
         vocabulary = DraftVocabulary.from_tensors(tensors["d2t"], tensors["t2d"])
         model = Eagle3Model(Eagle3Config.from_dict(state["eagle3"]), vocabulary, target.embedding)
         model.load_state_dict(_under("model.", tensors))
         model = _with_factor(model.to(target.device), tensors["scale"])
-        rate = config.learning_rate or state["learning_rate"]
+        rate = learning_rate or config.learning_rate or state["learning_rate"]
         learner = Learner(model, tensors["scale"], target, config, rate, world, teacher)
         learner._optimizer.restore(_under("optimizer.", tensors), state["num_steps"])
         return learner
@@ -210,14 +221,14 @@ class _Figures:
         drafted = (batch.depths[:, None] > torch.arange(sums.shape[0], device=batch.depths.device)).sum(0)
         self._depths += torch.stack([sums.double(), drafted.double(), hits.cumprod(1).sum(0).double()]).cpu()
 
-    def result(self, world: World, step: int, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
+    def result(self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
         """started: by time.perf_counter."""
         total = torch.cat([self._scalars, self._depths.flatten()])
         world.add_up(total)
         loss, num_supervised, num_tokens = total[:3].tolist()
         losses, drafted, accepted = total[3:].view_as(self._depths)
         return StepResult(
-            step=step,
+            step=optimizer.num_steps,
             loss=loss,
             depth_losses=(losses / num_pairs.cpu()).tolist(),
             num_supervised=round(num_supervised),
@@ -225,20 +236,22 @@ class _Figures:
             num_accepted=[round(count) for count in accepted.tolist()],
             num_tokens=round(num_tokens),
             grad_norm=grad_norm,
+            learning_rate=optimizer.rate,
             seconds=time.perf_counter() - started,
         )
 
 
-def conditioning(model: Eagle3Model, rows: Sequence[TrainingRow]) -> torch.Tensor:
-    """float32 [3*Ht]: per auxiliary channel the power of two nearest to 1 / its root mean square over these rows."""
+def conditioning(model: Eagle3Model, rows: Sequence[TrainingRow], world: World = ALONE) -> torch.Tensor:
+    """float32 [3*Ht]: per auxiliary channel the power of two nearest to 1 / its root mean square over these rows, of all ranks."""
     width = model.fc.weight.shape[1]
     if model.fc_norm is not None:
         return torch.ones(width)
-    squares, count = torch.zeros(width, dtype=torch.float64), 0
+    sums = torch.zeros(width + 1, dtype=torch.float64)  # of squares, and the number of positions
     for row in rows:
-        squares += row.features.hidden.aux.double().square().sum(0)
-        count += len(row.features.hidden)
-    exponents = -0.5 * torch.log2(squares / max(count, 1))
+        sums[:-1] += row.features.hidden.aux.double().square().sum(0)
+        sums[-1] += len(row.features.hidden)
+    world.add_up(sums)
+    exponents = -0.5 * torch.log2(sums[:-1] / sums[-1].clamp(min=1))
     return torch.exp2(exponents.round().clamp(-MAX_SCALE_EXPONENT, MAX_SCALE_EXPONENT)).float()
 
 

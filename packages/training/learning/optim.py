@@ -32,6 +32,11 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(self._parameters.values(), lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
         self._average = {} if ema_decay is None else {name: each.detach().clone() for name, each in self._parameters.items()}
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the step made last."""
+        return float(self._adamw.param_groups[0]["lr"])
+
     def step(self) -> float:
         """Apply and clear the gradients; returns their global norm before clipping, over all shards. Gradients that are not
         finite are dropped."""

@@ -17,7 +17,7 @@ from training.reporting.progress import METRICS_FILE, Progress
 
 
 def result(step: int, loss: float = 2.0) -> StepResult:
-    return StepResult(step, loss, [1.5, 0.5], 10, [10, 8], [6, 2], 100, 0.4, 0.5)
+    return StepResult(step, loss, [1.5, 0.5], 10, [10, 8], [6, 2], 100, 0.4, 5e-4, 0.5)
 
 
 def test_terminal_shows_a_panel_and_events_above_it(tmp_path: Path) -> None:

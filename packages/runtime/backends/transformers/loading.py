@@ -35,7 +35,7 @@ def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) ->
     if backend.numerics is Numerics.INVARIANT:
         check_device(device, dtype)
     eos_token_ids = Tokenizer.load(resolved.path).eos_token_ids
-    loaded = _read(resolved, dtype, device)
+    loaded = read_weights(resolved, dtype, device)
     return build(
         loaded,
         name=resolved.name,
@@ -116,7 +116,8 @@ def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if dtype is Dtype.FLOAT32 else torch.bfloat16
 
 
-def _read(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def read_weights(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of a directory, in memory. ModelError if it cannot be loaded."""
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -39,8 +39,8 @@ class TransformersTarget:
         model.set_attn_implementation(attention.NAME)
         layers = decoder_layers(model)
         for layer_id in info.aux_layer_ids:
-            layers[layer_id].register_forward_hook(_take_aux(layer_id), with_kwargs=True)
-        self._decoder.register_forward_hook(_take_last, with_kwargs=True)
+            layers[layer_id].register_forward_hook(take_aux(layer_id), with_kwargs=True)
+        self._decoder.register_forward_hook(take_last, with_kwargs=True)
 
     @property
     def info(self) -> TargetInfo:
@@ -136,7 +136,9 @@ class TransformersTarget:
         return outputs
 
 
-def _take_aux(layer_id: int) -> Any:
+def take_aux(layer_id: int) -> Any:
+    """A hook on a decoder layer: its output goes into the forward's RaggedBatch."""
+
     def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output  # [1, T, Ht]
         kwargs[BATCH].aux[layer_id] = states[0]
@@ -144,5 +146,6 @@ def _take_aux(layer_id: int) -> Any:
     return hook
 
 
-def _take_last(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def take_last(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """A hook on the base model, likewise."""
     kwargs[BATCH].last = output.last_hidden_state[0]

@@ -111,12 +111,14 @@ def pack(rows: Sequence[TrainingRow], num_depths: int, device: torch.device | No
     return Batch(aux, next_ids, positions, row_offsets, query_at, query_offsets, depths, chain, last, ids)
 
 
-def group_by_tokens(rows: Sequence[TrainingRow], max_tokens: int) -> Iterator[list[TrainingRow]]:
-    """Consecutive groups of at most max_tokens tokens; a longer row is a group of its own."""
+def group_by_tokens(
+    rows: Sequence[TrainingRow], max_tokens: int, max_rows: int | None = None
+) -> Iterator[list[TrainingRow]]:
+    """Consecutive groups of at most max_tokens tokens and max_rows rows; a longer row is a group of its own."""
     group: list[TrainingRow] = []
     num_tokens = 0
     for row in rows:
-        if group and num_tokens + row.num_tokens > max_tokens:
+        if group and (num_tokens + row.num_tokens > max_tokens or len(group) == max_rows):
             yield group
             group, num_tokens = [], 0
         group.append(row)

@@ -19,13 +19,13 @@ from runtime.features.ledger import LONGEST_LEASE_S, Checkpoint, Ledger
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
 from runtime.rpc import features_codec as codec
+from runtime.rpc.features_codec import MAX_ROWS_PER_CALL
 from runtime.rpc.v1 import features_pb2 as pb
 from runtime.rpc.v1 import features_pb2_grpc
 from serving.grpc_server import Context, GrpcServer, statuses
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FeatureService"]
 
-MAX_LEASED_ROWS = 4096  # in one call
 STOPPING = "The server is shutting down; ask again when it is back."
 
 Result = TypeVar("Result")
@@ -53,8 +53,8 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
         async with self._answering(context, request):
             self._check_holder(request)
-            if not 1 <= request.limit <= MAX_LEASED_ROWS:
-                raise InvalidRequest("limit", f"limit must lie in 1..{MAX_LEASED_ROWS}, got {request.limit}.")
+            if not 1 <= request.limit <= MAX_ROWS_PER_CALL:
+                raise InvalidRequest("limit", f"limit must lie in 1..{MAX_ROWS_PER_CALL}, got {request.limit}.")
             refs = await self._ask(self._lease, request, _timeout_s(request))
             return pb.LeaseResponse(samples=map(codec.sample_message, refs))
 
@@ -96,8 +96,9 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> pb.FailResponse:
         async with self._answering(context, request):
-            failed = await self._ask(self._ledger.fail, request.sample_id, request.reason, request.is_retryable)
-            return pb.FailResponse(is_new=failed)
+            self._check_holder(request)
+            asked = (request.run_id, request.sample_id, request.reason, request.is_retryable)
+            return pb.FailResponse(is_new=await self._ask(self._ledger.fail, *asked))
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         async with self._answering(context, request):

@@ -172,6 +172,33 @@ def test_two_trainers_that_share_a_stream_never_get_the_same_row(plane: Plane) -
     assert plane.ledger.status()["durable"] == 40
 
 
+def test_more_rows_than_one_call_gives_are_leased_in_several(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = [plane.put(f"row{n}") for n in range(7)]
+    monkeypatch.setattr(codec, "MAX_ROWS_PER_CALL", 3)
+    client = plane.client()
+    client.recover("run")
+    assert client.lease("run", 5, 60.0) == refs[:5]
+    assert client.lease("run", 10**6, 60.0) == refs[5:]
+
+
+def test_leased_rows_are_fetched_ahead_several_at_a_time(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store hands out nothing before three ask at once; a trainer that reads row by row would wait for ever."""
+    refs = [plane.put(f"row{n}") for n in range(6)]
+    at_once = threading.Barrier(3)
+    real = plane.store.get
+
+    def get(ref: SampleRef) -> Any:
+        at_once.wait(SOON_S)
+        return real(ref)
+
+    monkeypatch.setattr(plane.store, "get", get)
+    client = plane.client()
+    client.recover("run")
+    leased = client.lease("run", 6, 60.0)
+    rows = [client.get(ref)[0] for ref in leased]
+    assert [torch.equal(row.hidden.last, real(ref)[0].hidden.last) for row, ref in zip(rows, refs, strict=True)] == [True] * 6
+
+
 # --- what goes wrong ---
 
 
@@ -245,6 +272,7 @@ def test_a_process_that_lost_its_run_to_a_newer_one_is_refused(plane: Plane) -> 
         lambda: old.lease("run", 1, 60.0),
         lambda: old.heartbeat("run", 60.0),
         lambda: old.record_checkpoint("run", "step-1", 1, ["a"]),
+        lambda: old.fail("run", "a", "it is damaged", retryable=False),
     ):
         with pytest.raises(RunTakenOver, match="'run' is held by another process"):
             call()
@@ -276,9 +304,11 @@ def test_a_row_that_is_gone_and_one_that_is_damaged_say_so(plane: Plane) -> None
         client.get(gone)
     with pytest.raises(FeatureError, match="damaged"):
         client.get(damaged)
-    assert client.fail("damaged", "it is damaged", retryable=False)
-    assert not client.fail("damaged", "it is damaged", retryable=False)
-    assert plane.ledger.failures() == {"damaged": "it is damaged"}
+    client.recover("run")
+    assert ids(client.lease("run", 1, 60.0)) == ["damaged"]
+    assert client.fail("run", "damaged", "it is damaged", retryable=False)
+    assert not client.fail("run", "damaged", "it is damaged", retryable=False)
+    assert plane.ledger.failures()["damaged"] == "it is damaged"
 
 
 def test_a_row_that_cannot_be_read_now_is_waited_for(plane: Plane) -> None:
@@ -303,11 +333,11 @@ def test_a_row_that_cannot_be_read_now_is_waited_for(plane: Plane) -> None:
     ("call", "field"),
     [
         (lambda client: client.lease("run", 0, 60.0), "limit"),
-        (lambda client: client.lease("run", 10**6, 60.0), "limit"),
         (lambda client: client.lease("run", 1, 0.0), "timeout_s"),
         (lambda client: client.heartbeat("run", float("nan")), "timeout_s"),
         (lambda client: client.recover(""), "run_id"),
         (lambda client: client.record_checkpoint("run", "", 1, []), "path"),
+        (lambda client: client.fail("", "a", "damaged", retryable=False), "run_id"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(plane: Plane, call: Callable[[FeatureClient], object], field: str) -> None:

@@ -208,21 +208,23 @@ class Ledger:
                 WHERE run_id = ? AND state = 'leased'"""
             return connection.execute(sql, (run_id,)).rowcount
 
-    def fail(self, sample_id: str, reason: str, retryable: bool) -> bool:
-        """A row could not be used. Retryable: back to the queue until its attempts are used up. Else it is FAILED for good.
+    def fail(self, run_id: str, sample_id: str, reason: str, retryable: bool) -> bool:
+        """This run could not use a row of its own. Retryable: back to the queue until its attempts are used up. Else it is
+        FAILED for good.
 
-        A durable row stays durable and only loses its features. False if there is no such row, or it had failed before.
+        A durable row stays durable and only loses its features. False, and nothing changed, if the row is not this run's.
         """
         with self._database.transaction() as connection:
-            found = connection.execute("SELECT state, attempts, ref FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
-            if found is None or found[0] == SampleState.FAILED:
+            sql = "SELECT state, attempts, ref FROM samples WHERE sample_id = ? AND run_id = ? AND state IN ('leased', 'durable')"
+            found = connection.execute(sql, (sample_id, run_id)).fetchone()
+            if found is None:
                 return False
             state, attempts, text = found
             if state == SampleState.DURABLE:
                 connection.execute("UPDATE samples SET has_features = 0, reason = ? WHERE sample_id = ?", (reason, sample_id))
-            elif not retryable or (state == SampleState.LEASED and attempts >= self._max_attempts):
+            elif not retryable or attempts >= self._max_attempts:
                 give_up(connection, sample_id, reason, is_lost=not self._exists(SampleRef.from_json(text)))
-            elif state == SampleState.LEASED:
+            else:
                 sql = """UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, reason = ?
                     WHERE sample_id = ?"""
                 connection.execute(sql, (reason, sample_id))

@@ -5,7 +5,8 @@
         for ref in rows.lease("run", limit=8, timeout_s=120):
             row, _ = rows.get(ref)
 
-A server that cannot be reached is waited for, as long as one call may take: a trainer outlives its server's restarts.
+What was leased is fetched ahead, a few rows at a time, so that `get` seldom waits. A server that cannot be reached is waited
+for, as long as one call may take: a trainer outlives its server's restarts.
 Whatever call is made again does no harm (see features.proto); after a lease whose reply may have been lost, the next one tells
 what is known. One object belongs to one trainer process.
 """
@@ -22,13 +23,14 @@ from typing import Any
 
 import grpc
 
-from runtime.errors import ConfigError, EngineUnavailable
+from runtime.errors import ConfigError, EngineUnavailable, FeatureError
 from runtime.features.ledger import Checkpoint
 from runtime.features.refs import SampleRef
 from runtime.features.row import FeatureRow
 from runtime.features.store import Lease
 from runtime.rpc import features_codec as codec
 from runtime.rpc.connection import Attempts, Client, Reply, Retry
+from runtime.rpc.fetch_ahead import FetchAhead
 from runtime.rpc.v1 import features_pb2 as pb
 from runtime.rpc.v1 import features_pb2_grpc
 
@@ -46,18 +48,33 @@ class FeatureClient(Client):
         self._stub = features_pb2_grpc.FeatureServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._holder = uuid.uuid4().hex
         self._held: set[str] = set()  # leased, and not in a checkpoint yet
+        self._ahead = FetchAhead(self._try_to_fetch)
         self._is_unsure = False  # a lease's reply may have been lost
         self._is_answering = True  # the server, when it was last heard of
         self._is_given_up = False  # a call waited for it in vain: later ones try once
+
+    def close(self) -> None:
+        self._ahead.close()
+        super().close()
 
     # --- Leases ---
 
     def recover(self, run_id: str) -> int:
         reply = self._call(self._stub.Recover, pb.RecoverRequest(run_id=run_id, holder=self._holder))
         self._held.clear()
+        self._ahead.drop()
         return int(reply.num_rows)
 
     def lease(self, run_id: str, limit: int, timeout_s: float) -> list[SampleRef]:
+        refs: list[SampleRef] = []
+        while True:
+            num_asked = min(limit - len(refs), codec.MAX_ROWS_PER_CALL)
+            came = self._lease_some(run_id, num_asked, timeout_s)
+            refs += came
+            if len(came) < num_asked or len(refs) == limit:
+                return refs
+
+    def _lease_some(self, run_id: str, limit: int, timeout_s: float) -> list[SampleRef]:
         known = pb.LeaseRequest.Known(sample_ids=sorted(self._held)) if self._is_unsure else None
         request = pb.LeaseRequest(run_id=run_id, holder=self._holder, limit=limit, timeout_s=timeout_s, known=known)
         self._is_unsure = True
@@ -65,6 +82,7 @@ class FeatureClient(Client):
         self._is_unsure = False
         refs = [codec.sample_ref(message) for message in reply.samples]
         self._held |= {ref.sample_id for ref in refs}
+        self._ahead.begin(refs)
         return refs
 
     def _lease_once(self, request: pb.LeaseRequest, **call: Any) -> pb.LeaseResponse:
@@ -80,10 +98,11 @@ class FeatureClient(Client):
         request = pb.HeartbeatRequest(run_id=run_id, holder=self._holder, timeout_s=timeout_s)
         return int(self._call(self._stub.Heartbeat, request).num_rows)
 
-    def fail(self, sample_id: str, reason: str, retryable: bool) -> bool:
-        request = pb.FailRequest(sample_id=sample_id, reason=reason, is_retryable=retryable)
+    def fail(self, run_id: str, sample_id: str, reason: str, retryable: bool) -> bool:
+        request = pb.FailRequest(run_id=run_id, holder=self._holder, sample_id=sample_id, reason=reason, is_retryable=retryable)
         is_new = bool(self._call(self._stub.Fail, request).is_new)
         self._held.discard(sample_id)
+        self._ahead.drop([sample_id])
         return is_new
 
     def record_checkpoint(
@@ -101,6 +120,7 @@ class FeatureClient(Client):
         )
         recorded = codec.checkpoint(self._call(self._stub.Ack, request).checkpoint)
         self._held.difference_update(sample_ids)
+        self._ahead.drop(sample_ids)
         return recorded
 
     def latest_checkpoint(self, run_id: str) -> Checkpoint | None:
@@ -125,12 +145,18 @@ class FeatureClient(Client):
     # --- Rows ---
 
     def get(self, ref: SampleRef) -> tuple[FeatureRow, Lease]:
-        request = pb.FetchRequest(sample=codec.sample_message(ref))
-        return self._call(self._fetch, (ref, request)), Lease(ref.sample_id, ref.generation, ref.uri)
+        row = self._ahead.take(ref) or self._call(self._fetch, ref)
+        return row, Lease(ref.sample_id, ref.generation, ref.uri)
 
-    def _fetch(self, asked: tuple[SampleRef, pb.FetchRequest], **call: Any) -> FeatureRow:
-        ref, request = asked
+    def _fetch(self, ref: SampleRef, **call: Any) -> FeatureRow:
+        request = pb.FetchRequest(sample=codec.sample_message(ref))
         return codec.row(ref, (message.chunk for message in self._stub.Fetch(request, **call)))
+
+    def _try_to_fetch(self, ref: SampleRef) -> FeatureRow | None:
+        try:
+            return self._fetch(ref, timeout=self._connection.timeout_s, metadata=self._connection.metadata)
+        except (grpc.RpcError, FeatureError, ValueError):  # `get` asks again, and tells; ValueError: the channel was closed
+            return None
 
     def _call(self, method: Callable[..., Reply], request: Any, *, is_safe: bool = True) -> Reply:
         """ConfigError from a server without rows; EngineUnavailable, whatever the reason, where there was no answer in time."""

@@ -18,6 +18,7 @@ from runtime.rpc.v1 import features_pb2 as pb
 from runtime.tensors import to_bytes
 
 CHUNK_BYTES = 2**20
+MAX_ROWS_PER_CALL = 4096  # of Lease
 _PLAIN = (
     "sample_id",
     "generation",

@@ -232,7 +232,7 @@ class OnlineStream:
             raise
         except FeatureError as error:
             logger.warning("row %s is not used: %s", ref.sample_id, error)
-            self._ledger.fail(ref.sample_id, str(error), retryable=False)
+            self._ledger.fail(self._run_id, ref.sample_id, str(error), retryable=False)
             self._arrivals.done([ref.sample_id])
             return None
 

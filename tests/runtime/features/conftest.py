@@ -137,14 +137,19 @@ import runtime.features
 for line in sys.stdin:
     code, *children = json.loads(line)
     pids = []
+    begun, begin = os.pipe()  # a child says nothing before its pid was told
     for arguments in children:
         pids.append(os.fork())
         if pids[-1] == 0:
+            os.close(begin)
+            os.read(begun, 1)
             sys.argv[1:] = arguments
             exec(code, {"__name__": "__main__"})
             sys.stdout.flush()
             os._exit(0)
     print(*pids, flush=True)
+    os.close(begin)
+    os.close(begun)
     print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
 """
 

@@ -177,7 +177,7 @@ def test_a_lost_lease_records_nothing(ledger: Ledger, make_ref: MakeRef, other: 
         ledger.record_checkpoint("r", "c0", 0, ["b"])
     elif other == "failed":
         ledger.lease("r", 2, 60)
-        ledger.fail("b", "damaged", retryable=False)
+        ledger.fail("r", "b", "damaged", retryable=False)
     else:
         ledger.lease("r", 1, 60)
         ledger.forget(["b"])
@@ -231,7 +231,7 @@ def test_trainable_rows_are_all_that_can_be_read_but_held_out_ones(ledger: Ledge
     ledger.lease("r", 4, 60)
     ledger.record_checkpoint("r", "c", 1, ["a", "b"])
     ledger.shed_durable(100)
-    ledger.fail("c", "damaged", retryable=False)
+    ledger.fail("r", "c", "damaged", retryable=False)
     assert _ids(ledger.trainable()) == ["b", "d", "e"]
     assert ledger.status()["leased"] == 1  # nothing was leased by looking
 
@@ -243,31 +243,42 @@ def test_a_retryable_failure_returns_the_row_until_attempts_are_used_up(ledger: 
     _commit(ledger, make_ref, "a")
     for _ in range(2):
         assert _ids(ledger.lease("r", 1, 60)) == ["a"]
-        assert ledger.fail("a", "out of memory", retryable=True)
+        assert ledger.fail("r", "a", "out of memory", retryable=True)
     assert _ids(ledger.lease("r", 1, 60)) == ["a"]
-    assert ledger.fail("a", "out of memory", retryable=True)
+    assert ledger.fail("r", "a", "out of memory", retryable=True)
     assert ledger.lease("r", 1, 60) == []
     assert ledger.failures() == {"a": "out of memory"}
-    assert ledger.fail("a", "again", retryable=True) is False
-    assert ledger.fail("unknown", "?", retryable=False) is False
+    assert ledger.fail("r", "a", "again", retryable=True) is False
+    assert ledger.fail("r", "unknown", "?", retryable=False) is False
 
 
 def test_a_damaged_row_fails_at_once_and_its_features_are_garbage(ledger: Ledger, make_ref: MakeRef) -> None:
     _commit(ledger, make_ref, "a")
     ledger.commit(make_ref("h"), "heldout")
     ledger.lease("r", 1, 60)
-    ledger.fail("a", "damaged", retryable=False)
-    ledger.fail("h", "damaged", retryable=False)
-    assert ledger.status()["failed"] == 2
-    assert ledger.needed() == set()
-    assert ledger.heldout(9) == []
+    ledger.fail("r", "a", "damaged", retryable=False)
+    assert ledger.status()["failed"] == 1
+    assert ledger.needed() == {("h", 1)}
+
+
+def test_a_run_fails_no_rows_but_its_own(ledger: Ledger, make_ref: MakeRef) -> None:
+    _commit(ledger, make_ref, "abcd")
+    ledger.commit(make_ref("h"), "heldout")
+    ledger.lease("r", 2, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    ledger.lease("other", 1, 60)
+    before, needed = ledger.status(), ledger.needed()
+    for run, name in (("other", "a"), ("other", "b"), ("r", "c"), ("r", "d"), ("r", "h"), ("", "d")):
+        for retryable in (True, False):
+            assert ledger.fail(run, name, "not mine", retryable=retryable) is False
+    assert (ledger.status(), ledger.needed(), ledger.failures()) == (before, needed, {})
 
 
 def test_a_durable_row_stays_durable_when_its_features_fail(ledger: Ledger, make_ref: MakeRef) -> None:
     _commit(ledger, make_ref, "a")
     ledger.lease("r", 1, 60)
     ledger.record_checkpoint("r", "c", 1, ["a"])
-    assert ledger.fail("a", "gone", retryable=False)
+    assert ledger.fail("r", "a", "gone", retryable=False)
     assert (ledger.status()["durable"], ledger.durable("r", 9), ledger.needed()) == (1, [], set())
 
 
@@ -319,7 +330,7 @@ def test_a_producer_that_starts_again_knows_what_it_need_not_make(tmp_path: Path
     ledger.commit(make_ref("h"), "heldout")
     ledger.lease("r", 3, 60)
     ledger.record_checkpoint("r", "c", 1, ["a"])
-    ledger.fail("b", "damaged", retryable=False)
+    ledger.fail("r", "b", "damaged", retryable=False)
     names = [*"abcdefgh", "never"]
     assert ledger.known(names) == set("abcdefgh")
     there -= set("acdg")  # durable, leased, pending, held out
@@ -334,11 +345,10 @@ def test_a_row_made_again_takes_its_old_place(tmp_path: Path, make_ref: MakeRef)
     _commit(ledger, make_ref, "abx")
     ledger.commit(make_ref("h"), "heldout")
     assert _ids(ledger.lease("r", 9, 60)) == ["b", "x"]
-    ledger.fail("b", "states that are not finite", retryable=False)
+    ledger.fail("r", "b", "states that are not finite", retryable=False)
     there.discard("x")
-    ledger.fail("x", "its features are gone", retryable=False)
-    ledger.fail("h", "its features are gone", retryable=False)
-    assert ledger.status()["failed"] == 4
+    ledger.fail("r", "x", "its features are gone", retryable=False)
+    assert ledger.status()["failed"] == 3
     assert ledger.known("abxh") == {"b"}
     there |= set("ax")
     for name in "abxh":
@@ -359,7 +369,7 @@ def test_old_rows_give_up_their_features_whatever_they_are(ledger: Ledger, make_
     ledger.commit(replace(make_ref("young"), created_at=20.0), "train")
     ledger.lease("r", 3, 60)
     ledger.record_checkpoint("r", "c", 1, ["a"])
-    ledger.fail("b", "damaged", retryable=False)
+    ledger.fail("r", "b", "damaged", retryable=False)
     assert sorted(_ids(ledger.expire(15.0))) == ["a", "d", "h"]
     assert ledger.needed() == {("c", 1), ("young", 1)}  # c is in a trainer's hands
     assert ledger.status() == {"pending": 1, "leased": 1, "durable": 1, "failed": 2, "heldout": 0}
@@ -429,7 +439,7 @@ def _costs(ledger: Ledger, make_ref: MakeRef) -> dict[str, int]:
         "claim": lambda: ledger.claim("run", ["new", "old41"], 60),
         "checkpoint": lambda: ledger.record_checkpoint("run", "c", 1, ["old41"]),
         "latest checkpoint": lambda: ledger.latest_checkpoint("run"),
-        "fail": lambda: ledger.fail("old50", "damaged", retryable=False),
+        "fail": lambda: ledger.fail("other", "old54", "damaged", retryable=False),
         "known": lambda: ledger.known(["old60", "old61", "never"]),
         "held out": lambda: ledger.heldout(8),
         "replay": lambda: ledger.durable("r", 8),

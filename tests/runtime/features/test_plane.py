@@ -152,7 +152,8 @@ def test_a_row_that_never_reached_the_ledger_is_garbage(plane: Plane, make_row: 
     store, ledger = plane
     refs = _fill(plane, make_row, make_meta, 3)
     orphan = store.put(make_meta("orphan"), make_row())
-    ledger.fail("s0", "damaged", retryable=False)
+    ledger.lease("r", 1, 60)
+    ledger.fail("r", "s0", "damaged", retryable=False)
     assert collect_garbage(store, ledger) == 0  # they are young
     assert collect_garbage(store, ledger, max_hold_age_s=-1.0) == 2
     assert [store.exists(ref) for ref in [*refs, orphan]] == [False, True, True, False]

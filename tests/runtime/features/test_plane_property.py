@@ -204,7 +204,10 @@ class PlaneMachine(RuleBasedStateMachine):
     @rule(retryable=st.booleans(), data=st.data())
     def fail(self, retryable: bool, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(self.owners)))
-        assert self.ledger.fail(name, "reason", retryable)
+        owner, _ = self.owners[name]
+        strangers = [run for run in ("r", "q") if run != owner]
+        assert not any(self.ledger.fail(run, name, "reason", retryable) for run in strangers)
+        assert self.ledger.fail(owner, name, "reason", retryable)
         self._leave(name, "pending" if retryable and self.attempts[name] < MAX_ATTEMPTS else "failed")
 
     @precondition(lambda self: self.there)

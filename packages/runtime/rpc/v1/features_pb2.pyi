@@ -182,14 +182,18 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, num_rows: _Optional[int] = ...) -> None: ...
 
 class FailRequest(_message.Message):
-    __slots__ = ("sample_id", "reason", "is_retryable")
+    __slots__ = ("sample_id", "reason", "is_retryable", "run_id", "holder")
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     IS_RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     reason: str
     is_retryable: bool
-    def __init__(self, sample_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_retryable: _Optional[bool] = ...) -> None: ...
+    run_id: str
+    holder: str
+    def __init__(self, sample_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_retryable: _Optional[bool] = ..., run_id: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class FailResponse(_message.Message):
     __slots__ = ("is_new",)

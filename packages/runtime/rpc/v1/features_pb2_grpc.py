@@ -127,7 +127,7 @@ class FeatureServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fail(self, request, context):
-        """A row could not be used.
+        """A row that the run leases, or made durable, could not be used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,35 +1,71 @@
 """Attention of the training-time test: causal over the keys of depth 0, plus one key of each later depth at the same position.
 
-Rows lie packed along one axis. Scores over depth-0 keys are computed in blocks of queries and merged with the few diagonal
-scores by log-sum-exp, so nothing of size S * (k + 1) * S ever exists, and the backward recomputes what the forward dropped.
-Flash attention's backward holds unchanged when it is given the merged output and log-sum-exp, which is what happens here.
+Rows lie packed along one axis. The depth-0 keys are attended to by one of two kernels: in blocks of queries on any device, or by
+flash attention on CUDA (learning/flash.py). Either gives its output and log-sum-exp, and the few diagonal scores are merged into
+those, so nothing of size S * (k + 1) * S ever exists. A kernel's backward holds unchanged when it is given the MERGED output and
+log-sum-exp: with those, exp(score - lse) is a key's weight among all keys, whichever of them the kernel visits.
 
 Legend: T packed depth-0 keys, Q packed queries, m diagonal depths, G query heads per key head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+
+from training.learning import flash
 
 QUERY_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Which queries see which keys. Row r owns keys key_offsets[r]:key_offsets[r+1] and queries query_offsets[r]:..."""
+class Spans:
+    """Each row's queries as one run of positions up to the row's last key, the gaps between its turns included.
 
-    key_offsets: Sequence[int]  # [R+1]
-    query_offsets: Sequence[int]  # [R+1]
-    query_at: torch.Tensor  # int64 [Q] the packed depth-0 key at each query's own position: the last one that it sees
+        keys      0 1 2 3 4 5 6 7 8        a row of two turns, whose positions 2 3 and 6 7 8 are supervised
+        queries       2 3     6 7 8        (keys end with the last query)
+        span          2 3 4 5 6 7 8        the queries' slots: 0 1 . . 4 5 6
+
+    In that form a causal kernel can align queries and keys at their ends. Rows without queries have no span.
+    """
+
+    slots: torch.Tensor  # int64 [Q] where each query lies in the spans
+    query_offsets: torch.Tensor  # [R'+1] of the spans
+    key_offsets: torch.Tensor  # [R'+1] of the same rows' keys
+    longest_query: int
+    longest_key: int
+    num_slots: int
+
+    @staticmethod
+    def between(query_at: torch.Tensor, query_offsets: torch.Tensor, row_offsets: torch.Tensor) -> Spans:
+        """query_at: int64 [Q] into the keys. query_offsets, row_offsets: int64 [R+1] of each row's queries, keys. On the CPU."""
+        counts = query_offsets.diff()
+        has_queries = counts > 0
+        first = query_at[query_offsets[:-1][has_queries]]  # [R']
+        ends = row_offsets[1:][has_queries]  # [R']
+        zero = torch.zeros(1, dtype=torch.int64)
+        spans, keys = torch.cat([zero, (ends - first).cumsum(0)]), torch.cat([zero, ends])
+        slots = query_at + (spans[:-1] - first).repeat_interleave(counts[has_queries])
+        longest_query, longest_key = (int(offsets.diff().max()) if len(ends) else 0 for offsets in (spans, keys))
+        return Spans(slots, spans, keys, longest_query, longest_key, num_slots=int(spans[-1]))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which queries see which keys: query i those of its row up to query_at[i]."""
+
+    key_offsets: Sequence[int]  # [R+1] of each row's keys
+    query_at: torch.Tensor  # int64 [Q] the packed depth-0 key at each query's own position, ascending
+    spans: Spans
 
     def select(self, keep: torch.Tensor) -> Packing:
         """The same keys, with only the queries `keep` (int64, ascending)."""
-        offsets = torch.searchsorted(keep, torch.tensor(self.query_offsets, device=keep.device)).tolist()
-        return Packing(self.key_offsets, offsets, self.query_at[keep])
+        return Packing(self.key_offsets, self.query_at[keep], dataclasses.replace(self.spans, slots=self.spans.slots[keep]))
 
     def attend(
         self,
@@ -46,8 +82,8 @@ class Packing:
 
     def blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """(queries, keys, hidden) with hidden bool [queries, keys] true where a query must not look."""
-        for r in range(len(self.key_offsets) - 1):
-            start, stop = self.query_offsets[r], self.query_offsets[r + 1]
+        bounds = torch.tensor(self.key_offsets, device=self.query_at.device)
+        for r, (start, stop) in enumerate(pairwise(torch.searchsorted(self.query_at, bounds).tolist())):
             for low in range(start, stop, QUERY_BLOCK):
                 queries = slice(low, min(low + QUERY_BLOCK, stop))
                 at = self.query_at[queries]
@@ -75,6 +111,46 @@ def _ungrouped(x_KBD: torch.Tensor, num_queries: int) -> torch.Tensor:
     return x_KBD.view(num_kv, -1, num_queries, dim).permute(2, 0, 1, 3).reshape(num_queries, -1, dim)
 
 
+def _blocks_forward(q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the depth-0 keys alone: (output [Q, heads, D], log-sum-exp [Q, heads])."""
+    num_kv, scale = k0.shape[1], q.shape[-1] ** -0.5
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    for queries, keys, hidden in packing.blocks():
+        count = queries.stop - queries.start
+        scores = _scores(_grouped(q[queries], num_kv), k0[keys], hidden, scale)
+        block_lse = scores.logsumexp(-1)  # [kv, G*B]
+        probs = scores.sub_(block_lse[..., None]).exp_()
+        out[queries] = _ungrouped(torch.matmul(probs, v0[keys].transpose(0, 1)), count)
+        lse[queries] = _ungrouped(block_lse[..., None], count)[..., 0]
+    return out, lse
+
+
+def _blocks_backward(
+    d_out: torch.Tensor,  # [Q, heads, D]
+    q: torch.Tensor,
+    k0: torch.Tensor,
+    v0: torch.Tensor,
+    out: torch.Tensor,  # [Q, heads, D] merged
+    lse: torch.Tensor,  # [Q, heads] merged
+    packing: Packing,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk0, dv0) through the depth-0 keys."""
+    num_kv, scale = k0.shape[1], q.shape[-1] ** -0.5
+    dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
+    delta = (d_out * out).sum(-1)  # [Q, heads]
+    for queries, keys, hidden in packing.blocks():
+        count = queries.stop - queries.start
+        q_block, d_block = _grouped(q[queries], num_kv), _grouped(d_out[queries], num_kv)
+        probs = _scores(q_block, k0[keys], hidden, scale)
+        probs.sub_(_grouped(lse[queries][..., None], num_kv)).exp_()
+        d_scores = torch.matmul(d_block, v0[keys].permute(1, 2, 0))
+        d_scores.sub_(_grouped(delta[queries][..., None], num_kv)).mul_(probs).mul_(scale)
+        dq[queries] = _ungrouped(torch.matmul(d_scores, k0[keys].transpose(0, 1)), count)
+        dk0[keys] += torch.matmul(d_scores.transpose(1, 2), q_block).transpose(0, 1)
+        dv0[keys] += torch.matmul(probs.transpose(1, 2), d_block).transpose(0, 1)
+    return dq, dk0, dv0
+
+
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -89,25 +165,20 @@ class _MergedAttention(torch.autograd.Function):
         num_queries, num_heads, dim = q.shape
         num_kv = k0.shape[1]
         grouped = (num_queries, num_kv, num_heads // num_kv)
-        scale = dim**-0.5
-        out = torch.empty_like(q)
-        lse = q.new_empty(num_queries, num_heads)
-        for queries, keys, hidden in packing.blocks():
-            count = queries.stop - queries.start
-            scores = _scores(_grouped(q[queries], num_kv), k0[keys], hidden, scale)
-            block_lse = scores.logsumexp(-1)  # [kv, G*B]
-            probs = scores.sub_(block_lse[..., None]).exp_()
-            out[queries] = _ungrouped(torch.matmul(probs, v0[keys].transpose(0, 1)), count)
-            lse[queries] = _ungrouped(block_lse[..., None], count)[..., 0]
-        diagonal = torch.einsum("qkgd,mqkd->mqkg", q.view(*grouped, dim), kd).mul_(scale)  # [m, Q, kv, G]
+        uses_flash = flash.is_usable(q)
+        if uses_flash:
+            out, lse = flash.forward(q, k0, v0, packing.spans)
+        else:
+            out, lse = _blocks_forward(q, k0, v0, packing)
+        diagonal = torch.einsum("qkgd,mqkd->mqkg", q.view(*grouped, dim), kd).to(lse.dtype).mul_(dim**-0.5)  # [m, Q, kv, G]
         if len(kd):
             lse_QKG = lse.view(grouped)
             merged = torch.cat([lse_QKG[None], diagonal]).logsumexp(0)
-            out = out * torch.exp(lse_QKG - merged).view(num_queries, num_heads, 1)
-            weights = torch.exp(diagonal - merged)
+            out = out * torch.exp(lse_QKG - merged).view(num_queries, num_heads, 1).to(q.dtype)
+            weights = torch.exp(diagonal - merged).to(q.dtype)
             out += torch.einsum("mqkg,mqkd->qkgd", weights, vd).reshape_as(out)
             lse = merged.view(num_queries, num_heads)
-        ctx.packing = packing
+        ctx.packing, ctx.uses_flash = packing, uses_flash
         ctx.save_for_backward(q, k0, v0, kd, vd, out, lse, diagonal)
         return out
 
@@ -116,25 +187,19 @@ class _MergedAttention(torch.autograd.Function):
         q, k0, v0, kd, vd, out, lse, diagonal = ctx.saved_tensors
         d_out = grads[0].contiguous()
         num_queries, num_heads, dim = q.shape
-        num_kv = k0.shape[1]
-        scale = dim**-0.5
-        delta = (d_out * out).sum(-1)  # [Q, heads]
-        dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-        for queries, keys, hidden in ctx.packing.blocks():
-            count = queries.stop - queries.start
-            q_block, d_block = _grouped(q[queries], num_kv), _grouped(d_out[queries], num_kv)
-            probs = _scores(q_block, k0[keys], hidden, scale)
-            probs.sub_(_grouped(lse[queries][..., None], num_kv)).exp_()
-            d_scores = torch.matmul(d_block, v0[keys].permute(1, 2, 0))
-            d_scores.sub_(_grouped(delta[queries][..., None], num_kv)).mul_(probs).mul_(scale)
-            dq[queries] = _ungrouped(torch.matmul(d_scores, k0[keys].transpose(0, 1)), count)
-            dk0[keys] += torch.matmul(d_scores.transpose(1, 2), q_block).transpose(0, 1)
-            dv0[keys] += torch.matmul(probs.transpose(1, 2), d_block).transpose(0, 1)
-        grouped = (num_queries, num_kv, num_heads // num_kv)
+        grouped = (num_queries, k0.shape[1], num_heads // k0.shape[1])
+        if ctx.uses_flash:
+            dq, dk0, dv0 = flash.backward(d_out, q, k0, v0, out, lse, ctx.packing.spans)
+        else:
+            dq, dk0, dv0 = _blocks_backward(d_out, q, k0, v0, out, lse, ctx.packing)
+        if not len(kd):
+            return dq, dk0, dv0, kd, vd, None
         q_QKGD, d_QKGD = q.view(*grouped, dim), d_out.view(*grouped, dim)
+        delta = (d_out * out).sum(-1, dtype=lse.dtype).view(grouped)
         weights = torch.exp(diagonal - lse.view(grouped))  # [m, Q, kv, G]
-        d_diagonal = torch.einsum("qkgd,mqkd->mqkg", d_QKGD, vd).sub_(delta.view(grouped)).mul_(weights).mul_(scale)
+        d_diagonal = torch.einsum("qkgd,mqkd->mqkg", d_QKGD, vd).to(lse.dtype)
+        d_diagonal = d_diagonal.sub_(delta).mul_(weights).mul_(dim**-0.5).to(q.dtype)
         dq += torch.einsum("mqkg,mqkd->qkgd", d_diagonal, kd).reshape_as(dq)
         dkd = torch.einsum("mqkg,qkgd->mqkd", d_diagonal, q_QKGD)
-        dvd = torch.einsum("mqkg,qkgd->mqkd", weights, d_QKGD)
+        dvd = torch.einsum("mqkg,qkgd->mqkd", weights.to(q.dtype), d_QKGD)
         return dq, dk0, dv0, dkd, dvd, None

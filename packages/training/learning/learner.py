@@ -26,8 +26,10 @@ from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
 from training.config import TrainerConfig
 from training.data.batches import Batch, TrainingRow, pack
 from training.learning.distributed import ALONE, World, keeping_gradients, spread, whole
-from training.learning.loss import carrying, chain_loss
+from training.learning.loss import Lesson, LossResult, carrying, chain_loss
+from training.learning.objective import Aim
 from training.learning.optim import Optimizer
+from training.learning.precision import cast, compute_dtype
 from training.learning.target_weights import TargetWeights
 from training.learning.teacher import Teacher
 from training.learning.ttt import unroll
@@ -51,31 +53,31 @@ class StepResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Taught:
+    """A micro-batch and what the target says about it."""
+
+    batch: Batch
+    lesson: Lesson
+    carries: torch.Tensor  # bool [P, L] which pairs carry loss
+
+
 class _Chain(nn.Module):
     """The drafter, unrolled, and its loss: one forward, as distributed modules want it."""
 
-    def __init__(self, model: Eagle3Model, teacher: Teacher) -> None:
+    def __init__(self, model: Eagle3Model, aim: Aim) -> None:
         super().__init__()
         self.model = model
-        self._teacher = teacher
+        self._aim = aim
 
-    def forward(
-        self, batch: Batch | None, carries: torch.Tensor | None, pair_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss, sums [L], hits [P, L]), as in `LossResult`. Without a batch: a loss of 0, and of every parameter a part."""
-        if batch is None or carries is None:
+    def forward(self, taught: Taught | None, pair_weights: torch.Tensor) -> LossResult:
+        """The sums of a micro-batch. Without one: a loss of 0, and of every parameter a part."""
+        if taught is None:
             nothing = torch.stack([parameter[:0].sum() for parameter in self.model.parameters()]).sum()
-            return nothing, torch.zeros_like(pair_weights), pair_weights.new_zeros((0, len(pair_weights)), dtype=torch.bool)
-        result = chain_loss(
-            unroll(self.model, batch),
-            self.model.lm_head.weight,
-            self._teacher.head,
-            batch.last,
-            carries,
-            self._teacher.draft_labels(batch),
-            pair_weights,
-        )
-        return result.loss, result.sums, result.hits
+            zeros = torch.zeros_like(pair_weights)
+            return LossResult(nothing, zeros, zeros, zeros.new_zeros((0, len(zeros)), dtype=torch.bool))
+        depths = unroll(cast(self.model, compute_dtype(pair_weights.device)), taught.batch)
+        return chain_loss(depths, self.model.lm_head.weight, taught.lesson, taught.carries, pair_weights, self._aim)
 
 
 class Learner:
@@ -97,7 +99,7 @@ class Learner:
         self._device = model.fc.weight.device
         self._world = world
         self.teacher = teacher or Teacher(target.lm_head, model.vocabulary, self._device)
-        self._chain = spread(_Chain(self._model, self.teacher), world)
+        self._chain = spread(_Chain(self._model, Aim(config.objective, config.lk_eta)), world)
         self._optimizer = Optimizer(
             self._model,
             learning_rate=learning_rate,
@@ -127,37 +129,35 @@ class Learner:
         started = time.perf_counter()
         counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64)
         for rows in batches:
-            packed, carries = self._pack(rows)
-            counts += carries.sum(0).cpu()
+            taught = self._pack(rows)
+            counts += taught.carries.sum(0).cpu()
         self._world.add_up(counts)
         num_pairs = counts.clamp(min=1).to(self._device)  # [L]
         weights = torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs
         figures = _Figures(self._config.ttt_steps)
         with self._world.watching():
             if not batches:
-                self._backward(None, None, weights, is_last=True)
+                self._backward(None, weights, is_last=True)
             for number, rows in enumerate(batches, 1):
                 if len(batches) > 1:  # one at a time in memory
-                    packed, carries = self._pack(rows)
-                loss, sums, hits = self._backward(packed, carries, weights, is_last=number == len(batches))
-                figures.add(loss, sums, hits, packed, sum(row.num_tokens for row in rows))
+                    taught = self._pack(rows)
+                result = self._backward(taught, weights, is_last=number == len(batches))
+                figures.add(result, taught.batch, sum(row.num_tokens for row in rows))
             grad_norm = self._optimizer.step()
         return figures.result(self._world, self._optimizer, num_pairs, grad_norm, started)
 
-    def _pack(self, rows: Sequence[TrainingRow]) -> tuple[Batch, torch.Tensor]:
-        """(batch, bool [P, L] which of its pairs carry loss)."""
+    def _pack(self, rows: Sequence[TrainingRow]) -> Taught:
         batch = pack(rows, self._config.ttt_steps, self._device)
-        batch = dataclasses.replace(batch, aux=batch.aux * self._scale)
-        return batch, carrying(batch.depths, self.teacher.covered(batch), self._config.ttt_steps)
+        batch = dataclasses.replace(batch, aux=batch.aux * self._scale.to(batch.aux.dtype))  # a power of two: exact in any
+        lesson = self.teacher.lesson(batch)
+        return Taught(batch, lesson, carrying(batch.depths, lesson.covered, self._config.ttt_steps))
 
-    def _backward(
-        self, batch: Batch | None, carries: torch.Tensor | None, weights: torch.Tensor, *, is_last: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _backward(self, taught: Taught | None, weights: torch.Tensor, *, is_last: bool) -> LossResult:
         """What a forward returns; the gradients are there. Ranks average theirs, where the sum is meant."""
         with keeping_gradients(self._chain, is_last):
-            loss, sums, hits = self._chain(batch, carries, weights)
-            (loss * self._world.size).backward()
-        return loss.detach(), sums, hits
+            result: LossResult = self._chain(taught, weights)
+            (result.loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+        return dataclasses.replace(result, loss=result.loss.detach())
 
     def candidate(self, score: Callable[[Eagle3Model], float | None]) -> Eagle3Model:
         """What to judge: there is one head only, and nothing to compare. Every rank calls."""
@@ -216,10 +216,11 @@ class _Figures:
         self._scalars = torch.zeros(3, dtype=torch.float64)  # loss, supervised positions, tokens
         self._depths = torch.zeros(3, num_depths, dtype=torch.float64)  # losses, drafted, accepted
 
-    def add(self, loss: torch.Tensor, sums: torch.Tensor, hits: torch.Tensor, batch: Batch, num_tokens: int) -> None:
-        self._scalars += torch.tensor([float(loss), batch.num_supervised, num_tokens], dtype=torch.float64)
-        drafted = (batch.depths[:, None] > torch.arange(sums.shape[0], device=batch.depths.device)).sum(0)
-        self._depths += torch.stack([sums.double(), drafted.double(), hits.cumprod(1).sum(0).double()]).cpu()
+    def add(self, result: LossResult, batch: Batch, num_tokens: int) -> None:
+        self._scalars += torch.tensor([float(result.loss), batch.num_supervised, num_tokens], dtype=torch.float64)
+        drafted = (batch.depths[:, None] > torch.arange(len(result.sums), device=batch.depths.device)).sum(0)
+        accepted = result.hits.cumprod(1).sum(0)
+        self._depths += torch.stack([result.sums.double(), drafted.double(), accepted.double()]).cpu()
 
     def result(self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
         """started: by time.perf_counter."""
@@ -242,7 +243,7 @@ class _Figures:
 
 
 def conditioning(model: Eagle3Model, rows: Sequence[TrainingRow], world: World = ALONE) -> torch.Tensor:
-    """float32 [3*Ht]: per auxiliary channel the power of two nearest to 1 / its root mean square over these rows, of all ranks."""
+    """float32 [3*Ht]: per auxiliary channel the power of two nearest to 1 / its root mean square over these rows of all ranks."""
     width = model.fc.weight.shape[1]
     if model.fc_norm is not None:
         return torch.ones(width)

@@ -1,13 +1,15 @@
-"""Soft cross-entropy against the target, restricted to the draft vocabulary, fused with both heads.
+"""The loss of a batch over all depths, against the target and restricted to the draft vocabulary, fused with both heads.
 
-The teacher of (p, k) is softmax(head_d(last[p+1+k])), head_d the frozen target head's rows of the draft vocabulary. Positions
-whose greedy target token lies outside the draft vocabulary carry no loss. What is returned are sums and counts: whoever adds
-up micro-batches and ranks knows the number of pairs of each depth beforehand (`carrying`), and hands in what a pair of depth k
-weighs, so padding, prompt length, and the cut into rows, micro-batches and ranks change nothing.
+The teacher of (p, k) is head_d(last[p+1+k]), head_d the frozen target head's rows of the draft vocabulary; what is minimised
+against it says learning/objective.py. Positions whose greedy target token lies outside the draft vocabulary carry no loss. What
+is returned are sums and counts: whoever adds up micro-batches and ranks knows the number of pairs of each depth beforehand
+(`carrying`), and hands in what a pair of depth k weighs, so padding, prompt length, and the cut into rows, micro-batches and
+ranks change nothing.
 
 Logits of either head exist only for one block of teacher rows at a time: pairs are visited in the order of their teacher, the
-gradient is formed in place in the forward, and no [N, Vd] tensor survives. Shapes: the legend of runtime/types.py; N pairs
-(p, k) that carry loss, P supervised positions.
+gradient is formed in the forward, and no [N, Vd] tensor survives. On CUDA one kernel turns logits into the gradient, all pairs
+are visited and those without loss weigh nothing: nothing there asks the device how many they are. Shapes: the legend of
+runtime/types.py; N pairs (p, k) that are supervised, P supervised positions.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from typing import Any
 
 import torch
 
+from training.learning.objective import Aim, PairFigures, pair_gradients
+from training.learning.precision import product
+
 TEACHER_BLOCK = 64  # teacher rows at a time; times L pairs, it keeps a block of logits in the cache of a core
+CUDA_TEACHER_BLOCK = 512  # there it bounds memory: 512 rows, 7 depths and 16384 draft tokens make 0.4 GiB of logits
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,24 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """What the target says at the supervised positions of a batch. Depth k of position i is taught by position i + k."""
+
+    head: torch.Tensor  # [Vd, Ht] the target's rows of the draft vocabulary
+    last: torch.Tensor  # [P, Ht] teacher states of depth 0
+    log_z: torch.Tensor  # [P] logsumexp of their logits over the whole vocabulary
+    covered: torch.Tensor  # bool [P] the greedy token of that teacher lies in the draft vocabulary
+    labels: torch.Tensor  # int64 [P, L] x[p+2+k] as a draft id, -1 outside or not supervised
+    depths: torch.Tensor  # int64 [P] supervised depths, on the CPU
+
+
+@dataclass(frozen=True)
 class LossResult:
     """Sums over the pairs of one batch. Only `loss` has a gradient."""
 
     loss: torch.Tensor  # scalar: sum of pair_weights[k] * loss of the pair (p, k)
     sums: torch.Tensor  # [L] sum of the losses of each depth, not weighted
+    expected: torch.Tensor  # [L] sum of the expected acceptance of drafts sampled at temperature 1, where pairs carry loss
     hits: torch.Tensor  # bool [P, L] greedy draft (p, k) equals x[p+2+k]; false where the target's greedy token is out of reach
 
 
@@ -52,80 +71,89 @@ def carrying(depths: torch.Tensor, covered: torch.Tensor, num_depths: int) -> to
 
 def chain_loss(
     depths: Sequence[Depth],
-    head: torch.Tensor,  # [Vd, H] the drafter's
-    teacher_head: torch.Tensor,  # [Vd, Ht] the target's rows of the draft vocabulary
-    last: torch.Tensor,  # [P, Ht] teacher states of depth 0; depth k of row i is taught by row i + k
+    head: torch.Tensor,  # [Vd, H] the drafter's, in its own precision
+    lesson: Lesson,
     carries: torch.Tensor,  # bool [P, L] which pairs carry loss
-    draft_labels: torch.Tensor,  # int64 [P, L] x[p+2+k] as a draft id, -1 outside or not supervised
     pair_weights: torch.Tensor,  # [L] what the loss of one pair of each depth weighs
+    aim: Aim,
 ) -> LossResult:
     """The loss of a batch over all depths, with per-depth figures."""
-    kept = [carries[depth.rows, k].nonzero().flatten() for k, depth in enumerate(depths)]
-    counts = torch.tensor([len(keep) for keep in kept], device=carries.device)
-    states = torch.cat([depth.states[keep] for depth, keep in zip(depths, kept, strict=True)])  # [N, H]
-    rows = torch.cat([depth.rows[keep] for depth, keep in zip(depths, kept, strict=True)])  # [N]
-    at_depth = torch.repeat_interleave(torch.arange(len(depths), device=rows.device), counts)
-    weights = pair_weights.to(states)[at_depth]
-    loss, entropies, drafts = soft_cross_entropy(states, head, teacher_head, last, rows + at_depth, weights)
-    sums = states.new_zeros(len(pair_weights)).index_add_(0, at_depth, entropies)
-    hits = torch.zeros(draft_labels.shape, dtype=torch.bool, device=rows.device)
-    hits[rows, at_depth] = drafts == draft_labels[rows, at_depth]
-    return LossResult(loss, sums, hits)
+    rows = torch.cat([depth.rows for depth in depths])  # [N]
+    at_depth = torch.cat([torch.full_like(depth.rows, k) for k, depth in enumerate(depths)])
+    states = torch.cat([depth.states for depth in depths])  # [N, H]
+    kept = carries[rows, at_depth]
+    weights = (pair_weights.to(head)[at_depth]).masked_fill(~kept, 0.0)
+    loss, losses, alphas, drafts = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        states, head, lesson, rows + at_depth, kept, weights, aim
+    )
+    sums, expected = (head.new_zeros(len(pair_weights)).index_add_(0, at_depth, each) for each in (losses, alphas))
+    hits = torch.zeros(lesson.labels.shape, dtype=torch.bool, device=rows.device)
+    hits[rows, at_depth] = (drafts == lesson.labels[rows, at_depth]) & kept
+    return LossResult(loss, sums, expected, hits)
 
 
-def soft_cross_entropy(
-    states: torch.Tensor,  # [N, H]
-    head: torch.Tensor,  # [Vd, H]
-    teacher_head: torch.Tensor,  # [Vd, Ht]
-    last: torch.Tensor,  # [P, Ht]
-    teacher: torch.Tensor,  # int64 [N] row of `last` that teaches each pair
-    weights: torch.Tensor,  # [N]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sum of weights * cross-entropy, cross-entropies [N], greedy draft ids [N]); only the first has a gradient."""
-    loss, entropies, drafts = _SoftCrossEntropy.apply(states, head, teacher_head, last, teacher, weights)  # type: ignore[no-untyped-call]
-    return loss, entropies, drafts
+class _HeadLoss(torch.autograd.Function):
+    """(sum of weights * loss, losses [N], expected acceptances [N], greedy draft ids [N]); only the first has a gradient."""
 
-
-class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        states: torch.Tensor,
-        head: torch.Tensor,
-        teacher_head: torch.Tensor,
-        last: torch.Tensor,
-        teacher: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        entropies = states.new_empty(len(states))
-        drafts = torch.empty(len(states), dtype=torch.int64, device=states.device)
-        d_states, d_head = torch.empty_like(states), torch.zeros_like(head)
+        states: torch.Tensor,  # [N, H]
+        head: torch.Tensor,  # [Vd, H]
+        lesson: Lesson,
+        teacher: torch.Tensor,  # int64 [N] row of the lesson that teaches each pair
+        kept: torch.Tensor,  # bool [N]
+        weights: torch.Tensor,  # [N] zero where a pair carries no loss
+        aim: Aim,
+    ) -> tuple[torch.Tensor, ...]:
+        block = CUDA_TEACHER_BLOCK if states.is_cuda else TEACHER_BLOCK
+        cast_head = head.to(states.dtype)
+        losses, alphas = torch.zeros_like(weights), torch.zeros_like(weights)
+        drafts = torch.full_like(teacher, -1)
+        d_states, d_head = torch.zeros_like(states), torch.zeros_like(head)
         order = torch.argsort(teacher, stable=True)
-        starts = torch.arange(0, len(last) + TEACHER_BLOCK, TEACHER_BLOCK, device=teacher.device)
-        bounds = torch.searchsorted(teacher[order], starts).tolist()
-        largest = max((stop - start for start, stop in pairwise(bounds)), default=0)
-        logits_buffer, probs_buffer = states.new_empty(largest, len(head)), states.new_empty(largest, len(head))
-        for block, (start, stop) in enumerate(pairwise(bounds)):
-            if start == stop:
+        for number, (start, stop) in enumerate(pairwise(_bounds(lesson.depths, len(states), lesson.labels.shape[1], block))):
+            pairs, rows = order[start:stop], slice(number * block, (number + 1) * block)
+            if not states.is_cuda:
+                pairs = pairs[kept[pairs]]
+            if not len(pairs):
                 continue
-            pairs, first = order[start:stop], block * TEACHER_BLOCK
-            target = torch.softmax(last[first : first + TEACHER_BLOCK] @ teacher_head.T, -1)[teacher[pairs] - first]  # [n, Vd]
             states_n = states[pairs]
-            logits = torch.mm(states_n, head.T, out=logits_buffer[: stop - start])
-            best, draft = logits.max(-1)
-            probs = torch.softmax(logits, -1, out=probs_buffer[: stop - start])
-            log_z = best - probs.gather(1, draft[:, None])[:, 0].log()
-            entropies[pairs] = log_z - torch.linalg.vecdot(target, logits)
-            drafts[pairs] = draft
-            d_logits = probs.sub_(target)  # d CE / d logits = softmax(logits) - target
-            weights_n = weights[pairs, None]
-            d_states[pairs] = (d_logits @ head).mul_(weights_n)
-            d_head.addmm_(d_logits.T, states_n * weights_n)
+            logits, targets = product(states_n, cast_head), product(lesson.last[rows], lesson.head)
+            gradient, figures = _pair_gradients(
+                logits, targets, teacher[pairs] - rows.start, lesson.log_z[rows], aim, states.dtype
+            )
+            losses[pairs], alphas[pairs], drafts[pairs] = figures.losses, figures.alphas, figures.drafts
+            weights_n = weights[pairs, None].to(states.dtype)
+            d_states[pairs] = (gradient @ cast_head).mul_(weights_n)
+            d_head += product(gradient.T, states_n.mul_(weights_n).T)
+        if states.is_cuda:
+            losses, alphas = losses.masked_fill_(~kept, 0.0), alphas.masked_fill_(~kept, 0.0)
         ctx.save_for_backward(d_states, d_head)
-        ctx.mark_non_differentiable(entropies, drafts)
-        return torch.dot(entropies, weights), entropies, drafts
+        ctx.mark_non_differentiable(losses, alphas, drafts)
+        return torch.dot(losses, weights), losses, alphas, drafts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_states, d_head = ctx.saved_tensors
-        return d_states * grads[0], d_head * grads[0], None, None, None, None
+        return d_states * grads[0].to(d_states.dtype), d_head * grads[0], None, None, None, None, None
+
+
+def _bounds(depths: torch.Tensor, num_pairs: int, num_depths: int, block: int) -> list[int]:
+    """Where each block of teacher rows begins among the pairs in the order of their teacher, and their end. On the CPU."""
+    teachers = torch.cat([(depths > k).nonzero().flatten() + k for k in range(num_depths)])
+    ends = torch.bincount(teachers // block).cumsum(0).tolist()
+    assert len(teachers) == num_pairs, "the depths of a batch are those that were unrolled"
+    return [0, *ends]
+
+
+def _pair_gradients(
+    logits: torch.Tensor, targets: torch.Tensor, at: torch.Tensor, log_z: torch.Tensor, aim: Aim, dtype: torch.dtype
+) -> tuple[torch.Tensor, PairFigures]:
+    """The gradient of each pair [n, Vd] in `dtype`, and its figures, by what is fastest on the device."""
+    if logits.is_cuda:
+        from training.learning.head_kernel import pair_gradients as fused
+
+        return fused(logits, targets, at, log_z, aim, dtype)
+    gradient, figures = pair_gradients(logits, targets, at, log_z, aim)
+    return gradient.to(dtype), figures

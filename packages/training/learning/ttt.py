@@ -36,10 +36,10 @@ class Unroll:
         """Depth 0. Returns the states [P, H]."""
         batch, model = self.batch, self.model
         h = model.project(batch.aux)  # [T, H]
-        is_query = torch.zeros(len(h), dtype=torch.bool, device=h.device)
-        is_query[batch.query_at] = True
-        context = (~is_query).nonzero().flatten()
-        place = torch.empty_like(is_query, dtype=torch.int64)  # [T] where each packed position lies in [context, queries]
+        context = batch.context_at
+        place = torch.empty(
+            len(h), dtype=torch.int64, device=h.device
+        )  # [T] where each packed position lies in [context, queries]
         place[torch.cat([context, batch.query_at])] = torch.arange(len(h), device=h.device)
         context_keys, context_values = model.keys_values(batch.next_ids[context], h[context], batch.positions[context])
 
@@ -76,10 +76,7 @@ def unroll(model: Eagle3Model, batch: Batch) -> list[Depth]:
     """All supervised depths of a batch on the row's own tokens (teacher forced)."""
     chain = Unroll(model, batch)
     depths = [Depth(chain.head_input(chain.first()), chain.rows)]
-    for k in range(1, batch.chain_ids.shape[1]):
-        keep = (batch.depths[chain.rows] > k).nonzero().flatten()
-        if not len(keep):
-            break
+    for k, keep in enumerate(batch.keeps, start=1):
         states = chain.deeper(keep, batch.chain_ids[chain.rows[keep], k - 1])
         depths.append(Depth(chain.head_input(states), chain.rows))
     return depths

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from runtime.features.row import FeatureRow
 from training.data.batches import TrainingRow, pack, supervised, turns
-from training.learning.loss import carrying, chain_loss
+from training.learning.loss import Lesson, carrying, chain_loss
+from training.learning.objective import Aim
 from training.learning.ttt import unroll
 
 L = 3
@@ -87,10 +88,12 @@ def loss_of(make_model: Callable) -> Callable:
         batch = pack(rows, L)
         batch = dataclasses.replace(batch, aux=batch.aux.double().requires_grad_(), last=batch.last.double())
         labels = torch.where(batch.chain_ids < 0, -1, model.vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
-        carries = carrying(batch.depths, torch.ones(batch.num_supervised, dtype=torch.bool), L)
+        covered, log_z = torch.ones(batch.num_supervised, dtype=torch.bool), batch.last.new_zeros(batch.num_supervised)
+        lesson = Lesson(teacher_head, batch.last, log_z, covered, labels, batch.host_depths)
+        carries = carrying(batch.depths, covered, L)
         num_pairs = carries.sum(0)
         weights = 0.8 ** torch.arange(L, dtype=torch.float64) / num_pairs.clamp(min=1)
-        result = chain_loss(unroll(model, batch), model.lm_head.weight, teacher_head, batch.last, carries, labels, weights)
+        result = chain_loss(unroll(model, batch), model.lm_head.weight, lesson, carries, weights, Aim())
         result.loss.backward()
         return Outcome(result.loss.detach(), result.sums.tolist(), num_pairs.tolist()), batch.aux.grad, batch, model
 
@@ -160,7 +163,8 @@ def test_tokens_out_of_reach_carry_no_loss_and_count_as_missed(make_row: Callabl
         greedy[depth.rows, k] = (depth.states @ model.lm_head.weight.T).argmax(-1)
     carries = carrying(batch.depths, covered, L)
     assert carries.sum(0).tolist() == [5, 4, 4]
-    result = chain_loss(depths, model.lm_head.weight, teacher_head, batch.last, carries, greedy, torch.ones(L))
+    lesson = Lesson(teacher_head, batch.last, batch.last.new_zeros(7), covered, greedy, batch.host_depths)
+    result = chain_loss(depths, model.lm_head.weight, lesson, carries, torch.ones(L), Aim())
     for k, depth in enumerate(depths):  # every draft is right here, so hits show exactly who was in reach
         assert torch.equal(result.hits[depth.rows, k], covered[depth.rows + k])
 

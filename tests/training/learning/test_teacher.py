@@ -17,8 +17,8 @@ def test_covered_is_whether_the_greedy_token_can_be_drafted(make_row, monkeypatc
     teacher = Teacher(lm_head.bfloat16(), vocabulary, torch.device("cpu"))
     expected = vocabulary.t2d[(batch.last @ lm_head.bfloat16().float().T).argmax(-1)]
     assert 0 < expected.sum() < len(expected)
-    assert torch.equal(teacher.covered(batch), expected)
-    labels = teacher.draft_labels(batch)
+    assert torch.equal(teacher.lesson(batch).covered, expected)
+    labels = teacher.lesson(batch).labels
     drawn = batch.chain_ids[labels >= 0]
     assert torch.equal(vocabulary.target_ids[labels[labels >= 0]], drawn)
     assert bool((labels[batch.chain_ids < 0] == -1).all())
@@ -29,7 +29,7 @@ def test_rows_seen_before_are_not_computed_again(make_row) -> None:
     lm_head = torch.randn(40, 16)
     teacher = Teacher(lm_head, DraftVocabulary(torch.arange(20), 40), torch.device("cpu"))
     rows = [make_row("pp" + "g" * 10, seed) for seed in range(3)]
-    first = teacher.covered(pack(rows[:2], 2))
+    first = teacher.lesson(pack(rows[:2], 2)).covered
     lm_head.zero_()  # whatever is computed from now on is computed from this
-    assert torch.equal(teacher.covered(pack(rows[1::-1], 2)), torch.cat([first[9:], first[:9]]))
-    assert bool(teacher.covered(pack(rows[2:], 2)).all())  # all logits equal: token 0 wins, and it can be drafted
+    assert torch.equal(teacher.lesson(pack(rows[1::-1], 2)).covered, torch.cat([first[9:], first[:9]]))
+    assert bool(teacher.lesson(pack(rows[2:], 2)).covered.all())  # all logits equal: token 0 wins, and it can be drafted

@@ -10,8 +10,9 @@ import torch
 
 from runtime.eagle3.model import Eagle3Model
 from training.data.batches import Batch, TrainingRow, pack
-from training.learning.attention import Packing
-from training.learning.loss import carrying, chain_loss
+from training.learning.attention import Packing, Spans
+from training.learning.loss import Lesson, carrying, chain_loss
+from training.learning.objective import Aim
 from training.learning.ttt import unroll
 
 HT, V, VD = 16, 40, 24
@@ -82,12 +83,14 @@ def oracle_loss(model: Eagle3Model, rows: list[TrainingRow], lm_head: torch.Tens
 def batch_loss(model: Eagle3Model, batch: Batch, lm_head: torch.Tensor) -> torch.Tensor:
     ids = model.vocabulary.target_ids
     last = batch.last.to(lm_head.dtype)
-    covered = model.vocabulary.t2d[(last @ lm_head.T).argmax(-1)]
+    logits = last @ lm_head.T
+    covered = model.vocabulary.t2d[logits.argmax(-1)]
     labels = torch.where(batch.chain_ids < 0, -1, model.vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
     batch = dataclasses.replace(batch, aux=batch.aux.to(lm_head.dtype))
     carries = carrying(batch.depths, covered, L)
     weights = 0.8 ** torch.arange(L, dtype=torch.float64) / carries.sum(0).clamp(min=1)
-    return chain_loss(unroll(model, batch), model.lm_head.weight, lm_head[ids], last, carries, labels, weights).loss
+    lesson = Lesson(lm_head[ids], last, logits.logsumexp(-1), covered, labels, batch.host_depths)
+    return chain_loss(unroll(model, batch), model.lm_head.weight, lesson, carries, weights, Aim()).loss
 
 
 @pytest.mark.parametrize("config", [{}, {"fc_norm": True}, {"norm_output": True}, {"norm_before_residual": True}])
@@ -161,7 +164,8 @@ def test_attention_gradients_are_those_of_finite_differences() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    packing = Packing([0, 4, 7], [0, 2, 4], torch.tensor([1, 3, 5, 6]))
+    offsets, query_at = torch.tensor([0, 4, 7]), torch.tensor([1, 3, 5, 6])
+    packing = Packing(offsets.tolist(), query_at, Spans.between(query_at, torch.tensor([0, 2, 4]), offsets))
     inputs = (random(4, 4, 3), random(7, 2, 3), random(7, 2, 3), random(2, 4, 2, 3), random(2, 4, 2, 3))
 
     def attend(q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, kd: torch.Tensor, vd: torch.Tensor) -> torch.Tensor:

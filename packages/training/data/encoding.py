@@ -54,15 +54,22 @@ class Encoder:
             if row is not None:
                 yield row
 
-    def prompt(self, messages: Conversation) -> list[int] | None:
-        """The ids up to where the assistant is to answer the last question; None, counted, if it cannot be asked."""
-        asked = messages.asked
-        reason = self._misfit(messages)
-        if reason is None and asked:
-            try:
-                return self._tokenizer.encode_chat(asked, messages.tools)
-            except (InvalidRequest, RecursionError):
-                reason = REFUSED_BY_TEMPLATE
+    def prompt(self, record: Conversation | Preformatted) -> list[int] | None:
+        """The ids up to where the first answer to give begins: of a conversation behind its last question. None, counted, if
+        it cannot be asked."""
+        if isinstance(record, Preformatted):
+            [(ids, spans)] = self._preformatted(record)
+            prompt = list(ids[: spans[0][0]] if spans else ids)
+            reason = UNKNOWN_TOKEN if any(token_id >= self._vocab_size for token_id in prompt) else None
+        else:
+            prompt, reason = [], self._misfit(record)
+            if reason is None and record.asked:
+                try:
+                    prompt = self._tokenizer.encode_chat(record.asked, record.tools)
+                except (InvalidRequest, RecursionError):
+                    reason = REFUSED_BY_TEMPLATE
+        if reason is None and prompt:
+            return prompt
         self.left_out[reason or NOTHING_ASKED] += 1
         return None
 

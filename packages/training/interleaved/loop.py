@@ -29,13 +29,14 @@ from runtime.features.channel import RefChannel
 from runtime.features.flow import Quantum, Watermarks
 from runtime.features.ledger import Ledger
 from runtime.features.memory import MemoryStore
-from runtime.models import Tokenizer, absolute
+from runtime.models import Tokenizer
 from training.assembly import Workshop, make_trainer
 from training.config import ProducerConfig
 from training.data.arrivals import ChannelArrivals
+from training.data.conversations import files_of
+from training.data.prompts import load_prompts
 from training.data.stream import OnlineStream
 from training.interleaved.producer import Handover, PromptProducer, TurnBox
-from training.interleaved.prompts import load_prompts
 from training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,8 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     target = load_target(config.backend, config.model, shop.resolved)
     tokenizer = Tokenizer.load(shop.resolved.path)
     max_prompt_tokens = min(target.info.max_positions, config.data.max_batch_tokens) - config.producer.max_tokens
-    prompts, left_out = load_prompts(absolute("data.prompts", config.data.prompts), tokenizer, max_prompt_tokens)
+    files = files_of("data.prompts", config.data.prompts)
+    prompts, left_out = load_prompts(files, tokenizer, target.info.vocab_size, max_prompt_tokens)
     longest = max(len(prompt.token_ids) for prompt in prompts) + config.producer.max_tokens
     channel = _channel(config.producer, config.features, config.data.batch_rows, longest, target.info)
 

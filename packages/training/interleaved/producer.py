@@ -35,7 +35,7 @@ from runtime.hidden_states import HiddenStates
 from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch
 from training.config import ProducerConfig
 from training.data.batches import supervised
-from training.interleaved.prompts import Prompt
+from training.data.prompts import Prompt
 from training.learning.learner import Learner
 
 LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop

@@ -104,7 +104,10 @@ class LocalEngine:
         on_event: OnEvent,
         expected_history_length: int | None = None,
         request_id: str | None = None,
+        entropy: int | None = None,
     ) -> Request:
+        """entropy: what a request without a seed draws its numbers from, so that a measurement can be repeated; a seed would
+        make its drafts certain. None: at random."""
         try:
             params.check(self._info.vocab_size)
             grammar = None if params.grammar is None else self.grammars.new_state(params.grammar)
@@ -118,7 +121,9 @@ class LocalEngine:
                         "grammar", "A grammar ends with the model's own eos_token_ids, neither ignored nor replaced."
                     )
                 max_tokens = self._room(session, params.max_tokens)
-                request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar)
+                request = Request(
+                    session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar, entropy
+                )
                 session.begin()
                 self._store.touch(session)
                 self._loop.submit(request)

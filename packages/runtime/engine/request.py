@@ -50,6 +50,7 @@ class Request:
         info: TargetInfo,
         tokenizer: Tokenizer,
         grammar: GrammarState | None,
+        entropy: int | None = None,  # what to draw from without a seed; None: at random
     ) -> None:
         self.session = session
         self.params = params
@@ -64,7 +65,7 @@ class Request:
         self.error: Exception | None = None
         self.matched_stop: str | int | None = None
         self.processor = Processor(params, session.history, info.vocab_size, torch.device(info.device), grammar)
-        self._uniforms = None if params.is_greedy else Uniforms(params.seed)
+        self._uniforms = None if params.is_greedy else Uniforms(entropy if params.seed is None else params.seed)
         self._request_id = request_id or uuid.uuid4().hex
         self._on_event = on_event
         self._cancelled = threading.Event()

@@ -10,7 +10,7 @@ import torch
 
 from runtime.features.row import FeatureRow
 from runtime.hidden_states import HiddenStates
-from runtime.models import Tokenizer
+from runtime.models import Tokenizer, resolve
 from training.data.batches import TrainingRow, pack, supervised
 from training.data.conversations import Conversation, Preformatted
 from training.data.encoding import Encoder
@@ -120,7 +120,10 @@ def test_what_a_template_cannot_show_is_left_out(tokenizer: Tokenizer) -> None:
 
 
 def test_a_turn_that_cannot_be_found_is_left_out(tokenizer: Tokenizer) -> None:
-    tokenizer._pretrained.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: <think>{% endif %}"
+    tokenizer._pretrained.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think>{% endif %}"
+    )
     rows, encoder = encode(tokenizer, conversation("Why?", "So."))
     assert (rows, encoder.left_out) == ([], {"turn_rewritten_by_template": 1, "nothing_to_learn": 1})
 
@@ -146,8 +149,8 @@ def test_text_as_it_stands_is_marked_by_its_characters(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.real_model
-def test_smollm2s_template(smollm2) -> None:
-    tokenizer = Tokenizer.load(smollm2.path)
+def test_smollm2s_template() -> None:
+    tokenizer = Tokenizer.load(resolve("smollm2-135m").path)
     record = conversation("Hi!", "Hello.", "Bye!", "Goodbye <|endoftext|> now.")
     [row], _ = encode(tokenizer, record)
     assert spoken(tokenizer, row) == ["Hello.<|im_end|>", "Goodbye <|endoftext|> now.<|im_end|>"]
@@ -156,7 +159,8 @@ def test_smollm2s_template(smollm2) -> None:
 
 def test_a_line_of_json_comes_through_whole(tokenizer: Tokenizer) -> None:
     """Generated ids are taken as they are, control tokens and all."""
-    ids = tokenizer.encode("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n") + [5, 6, 7, *tokenizer.eos_token_ids]
+    prompt = tokenizer.encode("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+    ids = [*prompt, 5, 6, 7, *tokenizer.eos_token_ids]
     span = (len(ids) - 4, len(ids))
     [row], _ = encode(tokenizer, Preformatted("a", (span,), token_ids=tuple(json.loads(json.dumps(ids)))))
     assert (list(row.token_ids), row.spans) == (ids, (span,))

@@ -16,6 +16,7 @@ from training.config import Objective
 from training.learning.objective import Aim, PairFigures
 
 BLOCK = 4096
+NOWHERE = tl.constexpr(-1e30)  # a logit behind the end of a row: finite, so that its share is 0 and so is its product with that
 CROSS_ENTROPY, LK_ALPHA, LK_BLEND = (tl.constexpr(number) for number in range(3))
 NUMBERS = {Objective.CROSS_ENTROPY: 0, Objective.LK_ALPHA: 1, Objective.LK_BLEND: 2}
 
@@ -34,8 +35,8 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
     draft = 0
     for first in tl.static_range(0, D, BLOCK_D):
         ok = first + lane < D
-        a = tl.load(a_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
-        t = tl.load(t_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
+        a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
+        t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         a_best, t_best = tl.max(a, 0), tl.max(t, 0)
         lowest = tl.min(tl.where(a == a_best, first + lane, D), 0)
         draft = tl.where(a_best > a_max, lowest, draft)
@@ -50,13 +51,13 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
     alpha, under, dot, negentropy = 0.0, 0.0, 0.0, 0.0
     for first in tl.static_range(0, D, BLOCK_D):
         ok = first + lane < D
-        a = tl.load(a_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
-        t = tl.load(t_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
+        a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
+        t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         q, p = tl.exp(a - log_q), tl.exp(t - log_d)
         alpha += tl.sum(tl.minimum(q, mass * p), 0)
         under += tl.sum(tl.where(q < mass * p, q, 0.0), 0)
-        dot += tl.sum(tl.where(ok, p * a, 0.0), 0)
-        negentropy += tl.sum(tl.where(p > 0.0, p * (t - log_d), 0.0), 0)
+        dot += tl.sum(p * a, 0)
+        negentropy += tl.sum(p * (t - log_d), 0)
     entropy = log_q - dot
     weight = tl.exp(-eta * alpha)
     bounded = tl.maximum(alpha, 1.1754944e-38)
@@ -73,8 +74,8 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
     # 3: the gradient
     for first in tl.static_range(0, D, BLOCK_D):
         ok = first + lane < D
-        a = tl.load(a_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
-        t = tl.load(t_row + first + lane, mask=ok, other=float("-inf")).to(tl.float32)
+        a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
+        t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         q, p = tl.exp(a - log_q), tl.exp(t - log_d)
         toward = q * (under - tl.where(q < mass * p, 1.0, 0.0))
         if AIM == CROSS_ENTROPY:

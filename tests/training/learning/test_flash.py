@@ -1,0 +1,147 @@
+"""The path that CUDA takes: on a CPU with a plain stand-in for the kernel itself, on a CUDA device with the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from training.data.batches import pack
+from training.learning import attention, flash
+from training.learning.attention import Packing, Spans
+from training.learning.loss import carrying, chain_loss
+from training.learning.objective import Aim
+from training.learning.ttt import unroll
+
+L = 4
+PATTERNS = ("pppggggg", "pgggpppgggggg", "ppppppgg", "pppppp", "ggggg", "pggggppggpggg")
+
+
+def segments(spans: Spans) -> list[tuple[slice, slice]]:
+    return [
+        (slice(*queries), slice(*keys))
+        for queries, keys in zip(pairwise(spans.query_offsets.tolist()), pairwise(spans.key_offsets.tolist()), strict=True)
+    ]
+
+
+def weights_and_lse(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(score - lse) [heads, W, T] of one row whose queries and keys end together, by the row's own lse or a given one."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    lse = scores.logsumexp(-1) if lse is None else lse
+    return torch.exp(scores - lse[..., None]), lse
+
+
+def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.full_like(q, float("nan")), q.new_full((q.shape[1], len(q)), float("nan"))
+    for queries, keys in segments(spans):
+        weights, lse[:, queries] = weights_and_lse(q[queries], k[keys], None)
+        out[queries] = torch.einsum("hqk,khd->qhd", weights, v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1))
+    return out, lse
+
+
+def plain_backward(d_out, q, k, v, out, lse, spans: Spans) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a flash backward computes from the output and the log-sum-exp that it is given."""
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys in segments(spans):
+        weights, _ = weights_and_lse(q[queries], k[keys], lse[:, queries])
+        wide_k, wide_v = (each[keys].repeat_interleave(group, 1) for each in (k, v))
+        delta = (d_out[queries] * out[queries]).sum(-1).T  # [heads, W]
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", d_out[queries], wide_v) - delta[..., None]) * q.shape[-1] ** -0.5
+        dq[queries] = torch.einsum("hqk,khd->qhd", d_scores, wide_k)
+        for d_keys, wide in (
+            (dk, torch.einsum("hqk,qhd->khd", d_scores, q[queries])),
+            (dv, torch.einsum("hqk,qhd->khd", weights, d_out[queries])),
+        ):
+            d_keys[keys] += wide.unflatten(1, (-1, group)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, attention takes the flash path, with plain PyTorch where the kernel would run."""
+
+    def install() -> None:
+        monkeypatch.setattr(flash, "is_usable", lambda q: True)
+        monkeypatch.setattr(flash, "varlen_forward", plain_forward)
+        monkeypatch.setattr(flash, "varlen_backward", plain_backward)
+        monkeypatch.delattr(attention, "_blocks_forward")
+        monkeypatch.delattr(attention, "_blocks_backward")
+
+    return install
+
+
+def test_spans_run_from_the_first_query_of_a_row_to_its_last_key(make_row: Callable) -> None:
+    batch = pack([make_row("ppggggpgggg"), make_row("ppp"), make_row("pgggg")], L)
+    spans = batch.spans
+    assert batch.row_offsets == [0, 9, 9, 12]
+    assert batch.query_at.tolist() == [1, 2, 3, 6, 7, 8, 9, 10, 11]
+    assert spans.query_offsets.tolist() == [0, 8, 11]
+    assert spans.key_offsets.tolist() == [0, 9, 12]
+    assert spans.slots.tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10]
+    assert (spans.longest_query, spans.longest_key, spans.num_slots) == (8, 9, 11)
+
+
+def test_the_flash_path_computes_the_same_chain_and_gradients(
+    make_model: Callable, make_row: Callable, make_lesson: Callable, stand_in: Callable
+) -> None:
+    """Several turns, rows without any, all depths: loss and every parameter's gradient, in double precision."""
+    rows = [make_row(pattern, seed) for seed, pattern in enumerate(PATTERNS)]
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model = make_model()
+        batch = pack(rows, L)
+        batch = dataclasses.replace(batch, aux=batch.aux.double().requires_grad_())
+        lesson = make_lesson(model, batch)
+        carries = carrying(batch.depths, lesson.covered, L)
+        result = chain_loss(unroll(model, batch), model.lm_head.weight, lesson, carries, torch.ones(L), Aim())
+        result.loss.backward()
+        return result.loss.detach(), [batch.aux.grad, *(parameter.grad for parameter in model.parameters())]
+
+    expected, gradients = run()
+    stand_in()
+    loss, other = run()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(other, gradients, rtol=0, atol=1e-10)
+
+
+def test_a_batch_without_queries_attends_to_nothing(make_model: Callable, make_row: Callable, stand_in: Callable) -> None:
+    stand_in()
+    batch = pack([make_row("ppp"), make_row("ppg")], L)
+    [depth] = unroll(make_model(dtype=torch.float32), batch)
+    assert depth.states.shape[0] == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_agrees_with_blocks_on_a_cuda_device(make_row: Callable) -> None:
+    """The real flash kernel, forward and backward, on rows of several turns and lengths, merged with diagonal keys."""
+    patterns = ["p" * 70 + "g" * 300, "pp" + "g" * 40 + "p" * 33 + "g" * 129, "g" * 17, "p" * 9, "p" * 500 + "gggg"]
+    batch = pack([make_row(pattern, seed) for seed, pattern in enumerate(patterns)], 3, torch.device("cuda"))
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    num_queries, num_keys = len(batch.query_at), len(batch.positions)
+    inputs = [
+        random(num_queries, 9, 64),
+        *(random(num_keys, 3, 64) for _ in range(2)),
+        *(random(2, num_queries, 3, 64) for _ in range(2)),
+    ]
+    d_out = random(num_queries, 9, 64)
+
+    def run(packing: Packing, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, kd, vd = leaves = [each.to(dtype).requires_grad_() for each in inputs]
+        out = packing.attend(q, k, v, list(zip(kd, vd, strict=True)))
+        return [out, *torch.autograd.grad(out, leaves, d_out.to(dtype))]
+
+    exact, fast = run(batch.packing(), torch.float32), run(batch.packing(), torch.bfloat16)
+    for a, b in zip(fast, exact, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 1e-2

@@ -127,14 +127,13 @@ class Learner:
     def step(self, *batches: Sequence[TrainingRow]) -> StepResult:
         """One optimiser step on the rows of these micro-batches and of those of the other ranks, who call at the same time."""
         started = time.perf_counter()
-        counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64)
+        counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64, device=self._device)
         for rows in batches:
             taught = self._pack(rows)
-            counts += taught.carries.sum(0).cpu()
-        self._world.add_up(counts)
-        num_pairs = counts.clamp(min=1).to(self._device)  # [L]
+            counts += taught.carries.sum(0)
+        num_pairs = self._over_ranks(counts).clamp(min=1)  # [L]
         weights = torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs
-        figures = _Figures(self._config.ttt_steps)
+        figures = _Figures(self._config.ttt_steps, self._device)
         with self._world.watching():
             if not batches:
                 self._backward(None, weights, is_last=True)
@@ -145,6 +144,14 @@ class Learner:
                 figures.add(result, taught.batch, sum(row.num_tokens for row in rows))
             grad_norm = self._optimizer.step()
         return figures.result(self._world, self._optimizer, num_pairs, grad_norm, started)
+
+    def _over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on the device. Nobody waits for the device where there is one rank."""
+        if self._world.size == 1:
+            return counts
+        host = counts.cpu()
+        self._world.add_up(host)
+        return host.to(self._device)
 
     def _pack(self, rows: Sequence[TrainingRow]) -> Taught:
         batch = pack(rows, self._config.ttt_steps, self._device)
@@ -212,19 +219,20 @@ class Learner:
 class _Figures:
     """Sums of a step, to be added up over ranks at its end."""
 
-    def __init__(self, num_depths: int) -> None:
-        self._scalars = torch.zeros(3, dtype=torch.float64)  # loss, supervised positions, tokens
-        self._depths = torch.zeros(3, num_depths, dtype=torch.float64)  # losses, drafted, accepted
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self._scalars = torch.zeros(3, dtype=torch.float64, device=device)  # loss, supervised positions, tokens
+        self._depths = torch.zeros(3, num_depths, dtype=torch.float64, device=device)  # losses, drafted, accepted
 
     def add(self, result: LossResult, batch: Batch, num_tokens: int) -> None:
-        self._scalars += torch.tensor([float(result.loss), batch.num_supervised, num_tokens], dtype=torch.float64)
+        self._scalars[0] += result.loss
+        self._scalars[1:] += torch.tensor([batch.num_supervised, num_tokens], device=self._scalars.device)
         drafted = (batch.depths[:, None] > torch.arange(len(result.sums), device=batch.depths.device)).sum(0)
         accepted = result.hits.cumprod(1).sum(0)
-        self._depths += torch.stack([result.sums.double(), drafted.double(), accepted.double()]).cpu()
+        self._depths += torch.stack([result.sums.double(), drafted.double(), accepted.double()])
 
     def result(self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
         """started: by time.perf_counter."""
-        total = torch.cat([self._scalars, self._depths.flatten()])
+        total = torch.cat([self._scalars, self._depths.flatten()]).cpu()
         world.add_up(total)
         loss, num_supervised, num_tokens = total[:3].tolist()
         losses, drafted, accepted = total[3:].view_as(self._depths)

@@ -33,10 +33,12 @@ from runtime.models import absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
 from training.data.stream import OfflineStream, OnlineStream
+from training.interchange.commands import export_drafter, import_drafter
 from training.interleaved.loop import build_online_eagle3_runtime
 from training.reporting import plot
 from training.reporting.metrics import TrainMetrics
-from training.reporting.progress import Progress
+from training.reporting.progress import Ends, Progress
+from training.reporting.trackers import Sink
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Command = Callable[[TrainingConfig, Path, Console, threading.Event], int]
 """(settings, state directory, where to show progress, asks for an early end) -> exit status."""
 
-COMMANDS: Mapping[Mode, Command] = {}
+COMMANDS: Mapping[Mode, Command] = {Mode.EXPORT: export_drafter, Mode.IMPORT: import_drafter}
 """Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
 
 
@@ -77,11 +79,17 @@ def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
         _clean(run_dir)
         provenance(run_dir, config)
         _take_a_modest_share(config)
-        with TrainMetrics(config.trainer.metrics_port) as metrics, Progress(run_dir, console, metrics) as progress:
-            train(prepare(config, state_dir, run_dir, progress, stop))
-        picture = plot.draw(run_dir)
-        if picture is not None:
-            logger.info("picture of the run: %s", picture)
+        tracker, ends = Sink(config.tracker, run_dir), Ends(config.trainer.max_steps, config.trainer.max_time_s)
+        try:
+            with (
+                TrainMetrics(config.trainer.metrics_port) as metrics,
+                Progress(run_dir, console, metrics, tracker, ends) as progress,
+            ):
+                train(prepare(config, state_dir, run_dir, progress, stop))
+        finally:  # also of a run that broke off
+            picture = plot.draw(run_dir)
+            if picture is not None:
+                logger.info("picture of the run: %s", picture)
     return 0
 
 

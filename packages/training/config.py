@@ -22,6 +22,8 @@ from runtime.config import (
     require_threads,
 )
 from runtime.features.ledger import LONGEST_LEASE_S
+from training.interchange.config import ExportConfig, InterchangeConfig
+from training.reporting.config import TrackerConfig
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 WORKER = re.compile(r"[A-Za-z0-9._-]{0,32}")
@@ -293,6 +295,9 @@ class TrainingConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)  # capture
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)  # mode=export
+    interchange: InterchangeConfig = field(default_factory=InterchangeConfig)  # mode=import
     mode: Mode = Mode.ONLINE
     source: str | None = None  # grpc://HOST:PORT or grpcs://HOST:PORT: a server's rows; null: those of features.root
     remote: RemoteConfig = field(default_factory=RemoteConfig)
@@ -300,6 +305,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         require_directory("state_dir", self.state_dir)
+        ok = self.mode is not Mode.EXPORT or self.export.out is not None
+        require(ok, "export.out", self.export.out, "a directory to write to, with mode=export")
+        ok = self.mode is not Mode.IMPORT or self.interchange.path is not None
+        require(ok, "interchange.path", self.interchange.path, "the directory of a drafter, with mode=import")
         ok = (self.mode in (Mode.INTERLEAVED, Mode.CAPTURE)) == (self.data.prompts is not None)
         expected = "a file of conversations with mode=interleaved or mode=capture, and null in other modes"
         require(ok, "data.prompts", self.data.prompts, expected)

@@ -46,7 +46,7 @@ class Dialect(StrEnum):
 class Verifier:
     """What a drafter's files may say about its target."""
 
-    name: str
+    name: str | None  # None: do not say
     fingerprint: str
     architectures: tuple[str, ...]
     num_layers: int

@@ -1,57 +1,77 @@
-"""The picture of a run: loss and acceptance by depth over steps, held-out acceptance length, published versions marked.
+"""The picture of a run: loss, acceptance by depth, learning rate and speed over steps, verdicts on held-out rows, publications.
 
-Reads metrics.jsonl alone, so any run can be drawn again. Where a step appears twice (a crash took it back), the later counts.
+Drawn from metrics.jsonl alone, so any run can be drawn again, also one that was killed.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from training.reporting.progress import METRICS_FILE
+from training.reporting.history import History
 
 PLOT_FILE = "progress.png"
+SMOOTHED_POINTS = 200  # a curve of more is drawn pale, and its moving mean over it
 
 
 def draw(run_dir: Path) -> Path | None:
     """Write progress.png beside the metrics; None if no step was made yet."""
-    steps, judged, published = read(run_dir / METRICS_FILE)
-    if not steps:
+    history = History.read(run_dir)
+    if not history.steps:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(9, 12), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, depth, held_out = figure.subplots(3, 1, sharex=True)
-    at = sorted(steps)
-    loss.plot(at, [steps[step]["loss"] for step in at], linewidth=0.8)
+    loss, depth, held_out, rate, speed = figure.subplots(5, 1, sharex=True, height_ratios=(3, 3, 3, 1.5, 1.5))
+    at = list(history.steps)
+    entries = list(history.steps.values())
+    curve(loss, at, [entry["loss"] for entry in entries], "training loss")
     loss.set_ylabel("training loss")
-    for k in range(max(len(steps[step]["acceptance"]) for step in at)):
-        shares = [steps[step]["acceptance"][k] if k < len(steps[step]["acceptance"]) else None for step in at]
-        depth.plot(at, shares, linewidth=0.8, label=f"depth {k + 1}")
-    depth.set_ylabel("drafts accepted (training rows)")
+    for k in range(max(len(entry["acceptance"]) for entry in entries)):
+        shares = [entry["acceptance"][k] if k < len(entry["acceptance"]) else None for entry in entries]
+        curve(depth, at, shares, f"depth {k + 1}")
+    depth.set_ylabel("drafts accepted\n(training rows)")
     depth.legend(loc="best", fontsize="small")
-    at = sorted(judged)
-    held_out.plot(at, [judged[step]["acceptance_length"] for step in at], marker="o", label="candidate")
-    held_out.plot(at, [judged[step]["baseline_acceptance_length"] for step in at], marker=".", linestyle="--", label="served")
-    for step in published:
-        held_out.axvline(step, linestyle=":", linewidth=0.8, color="black")
-    held_out.set_ylabel("acceptance length (held-out rows)")
-    held_out.set_xlabel("step (dotted: a version was published)")
-    held_out.legend(loc="best", fontsize="small")
+    _draw_verdicts(held_out, history)
+    curve(rate, at, [entry.get("learning_rate") for entry in entries], "learning rate")
+    rate.set_ylabel("learning rate")
+    curve(speed, at, [entry["num_tokens"] / max(entry["seconds"] or 0.0, 1e-9) for entry in entries], "tokens/s")
+    speed.set_ylabel("tokens/s in steps")
+    speed.set_xlabel("step")
+    resumed = [entry["step"] for entry in history.began if entry["step"] > 0]
+    for axes in (loss, depth, held_out, rate, speed):
+        for step in resumed:
+            axes.axvline(step, linewidth=0.8, color="0.8", zorder=0)
+    figure.suptitle(f"{run_dir.name}: {len(at)} steps{', resumed at grey lines' if resumed else ''}")
     path = run_dir / PLOT_FILE
     figure.savefig(path, dpi=120)
     return path
 
 
-def read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]], list[int]]:
-    """(steps, judgements, steps of publications) of a metrics file; a last line cut short by a crash is left out."""
-    events: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "judged": {}, "published": {}}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-            entry = json.loads(line)
-            if entry["event"] in events:
-                events[entry["event"]][entry["step"]] = entry
-    return events["step"], events["judged"], sorted(events["published"])
+def _draw_verdicts(axes: Any, history: History) -> None:
+    at = list(history.judged)
+    verdicts = list(history.judged.values())
+    axes.plot(at, [each["acceptance_length"] for each in verdicts], marker="o", label="candidate")
+    axes.plot(at, [each["baseline_acceptance_length"] for each in verdicts], marker=".", linestyle="--", label="served")
+    for number, step in enumerate(history.published):
+        axes.axvline(step, linestyle=":", linewidth=0.8, color="black", label=None if number else "published")
+    axes.set_ylabel("acceptance length\n(held-out rows)")
+    axes.legend(loc="best", fontsize="small")
+
+
+def curve(axes: Any, at: Sequence[int], values: Sequence[float | None], label: str) -> None:
+    """A line where values are numbers; a long one also as its moving mean."""
+    numbers = [float("nan") if value is None else value for value in values]
+    if len(numbers) <= SMOOTHED_POINTS:
+        axes.plot(at, numbers, linewidth=0.8, label=label)
+        return
+    [pale] = axes.plot(at, numbers, linewidth=0.5, alpha=0.3)
+    width = len(numbers) // SMOOTHED_POINTS + 1
+    bounds = [*range(0, len(numbers), width), len(numbers)]
+    chunks = [[value for value in numbers[begin:end] if value == value] for begin, end in pairwise(bounds)]
+    means = [sum(chunk) / len(chunk) if chunk else float("nan") for chunk in chunks]
+    axes.plot([at[(begin + end - 1) // 2] for begin, end in pairwise(bounds)], means, color=pale.get_color(), label=label)

@@ -1,11 +1,12 @@
 """What a run tells: a live panel on a terminal, plain log lines elsewhere, and one JSON line per event in metrics.jsonl.
 
-Knows nothing about how numbers come about. A resumed run appends; steps that a crash took back appear again, and the later
-line counts.
+That file is the one place where figures are written; a tracker gets its figures from the same lines. Knows nothing about how
+numbers come about. A resumed run appends, and its curves go on where they were (`History`).
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,17 +27,38 @@ from rich.table import Table
 from training.interleaved.producer import HELDOUT, ROW, UNUSABLE, Round
 from training.judging.gate import Published, Verdict
 from training.learning.learner import StepResult
+from training.reporting.history import METRICS_FILE, History
 from training.reporting.metrics import TrainMetrics
+from training.reporting.trackers import Sink
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 LOG_EVERY_S = 5.0
 SMOOTHING = 0.9  # of the loss shown
+SMOOTHED_STEPS = 64  # of a resumed run, so that what is shown goes on where it was
+TRACKED = {"step": "train", "judged": "heldout", "published": "published"}  # events, and what their figures begin with there
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Ends of a run that are known when it begins."""
+
+    max_steps: int | None = None
+    max_time_s: float | None = None
 
 
 class Progress:
-    def __init__(self, run_dir: Path, console: Console, metrics: TrainMetrics | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        console: Console,
+        metrics: TrainMetrics | None = None,
+        tracker: Sink | None = None,
+        ends: Ends | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._tracker = tracker
+        self._left = _Left(ends or Ends())
         run_dir.mkdir(parents=True, exist_ok=True)
         _mend(run_dir / METRICS_FILE)
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
@@ -57,11 +80,18 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._exit.close()
         self._file.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
     # --- events ---
 
     def began(self, how: str, step: int) -> None:
         self._write("began", step=step, how=how)
+        self._left.begin(step)
+        for entry in list(History.read(self._run_dir).steps.values())[-SMOOTHED_STEPS:]:
+            self._smooth(entry["loss"])
+        if self._tracker is not None:
+            self._tracker.begin(step)
         self._say(f"training begins {how}" if step == 0 else how)
 
     def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
@@ -69,7 +99,7 @@ class Progress:
         rate = result.num_tokens / max(result.seconds, 1e-9)
         self._metrics.stepped(result.step, result.loss, result.num_tokens)
         self._metrics.waiting(figures)
-        self._loss = result.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * result.loss
+        self._smooth(result.loss)
         if not math.isfinite(result.grad_norm):
             self._say(f"step {result.step}: the gradient is not finite, nothing was changed")
         self._write(
@@ -82,19 +112,25 @@ class Progress:
             num_tokens=result.num_tokens,
             num_rows=num_rows,
             grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
             seconds=result.seconds,
+            tokens_per_s=rate,
             **figures,
         )
         self._shown = (
             self._shown
             | {
                 "step": f"{result.step}",
-                "loss": f"{self._loss:.3f}",
+                "loss": "not finite" if self._loss is None else f"{self._loss:.3f}",
                 "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
+                "learning rate": f"{result.learning_rate:.3g}",
                 "tokens/s": f"{rate:.0f}",
             }
             | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
         )
+        left_s = self._left.after(result.step, num_rows, figures.get("rows_left"))
+        if left_s is not None:
+            self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
         self._log_now_and_then()
 
     def waiting(self, figures: Mapping[str, int]) -> None:
@@ -152,11 +188,17 @@ class Progress:
 
     # --- how it is told ---
 
+    def _smooth(self, loss: float | None) -> None:
+        if loss is not None and math.isfinite(loss):
+            self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss
+
     def _write(self, event: str, **values: Any) -> None:
         entry = {"event": event, "time": time.time()} | {name: _finite(value) for name, value in values.items()}
         with self._writing:
             self._file.write(json.dumps(entry, allow_nan=False) + "\n")
             self._file.flush()
+        if self._tracker is not None and event in TRACKED:
+            self._tracker.put(_flat(TRACKED[event], values), values["step"])
 
     def _say(self, text: str) -> None:
         if self._live is not None:
@@ -177,6 +219,42 @@ class Progress:
         tables = [_table(figures) for figures in (self._shown, self._producer) if figures]
         sides.add_row(*tables)
         return sides
+
+
+class _Left:
+    """How long until the first end that is known, going by the pace since the run began here."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self._began_at = time.monotonic()
+        self._began_step = self._num_rows = 0
+
+    def begin(self, step: int) -> None:
+        self._began_step = step
+
+    def after(self, step: int, num_rows: int, rows_left: int | None) -> float | None:
+        """Seconds left after a step on num_rows rows; None where no end is known."""
+        self._num_rows += num_rows
+        elapsed_s = time.monotonic() - self._began_at
+        known: list[float] = []
+        if self._ends.max_time_s is not None:
+            known.append(self._ends.max_time_s - elapsed_s)
+        if self._ends.max_steps is not None and step > self._began_step:
+            known.append((self._ends.max_steps - step) * elapsed_s / (step - self._began_step))
+        if rows_left is not None and self._num_rows:
+            known.append(rows_left * elapsed_s / self._num_rows)
+        return max(min(known), 0.0) if known else None
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists are by depth, from 1."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            flat |= {f"{prefix}/{name}_{depth}": each for depth, each in enumerate(value, 1)}
+        elif name != "step":
+            flat[f"{prefix}/{name}"] = value
+    return flat
 
 
 def _table(figures: Mapping[str, str]) -> Table:

@@ -131,6 +131,7 @@ def test_speculators_gets_its_own_config(offered: Callable[..., tuple[Offered, E
     assert config["speculators_config"]["default_proposal_method"] in offered_methods
 
 
+@pytest.mark.filterwarnings("default")  # of what it imports
 def test_speculators_itself_loads_what_is_written(offered: Callable[..., tuple[Offered, Eagle3Model]], tmp_path: Path) -> None:
     models = pytest.importorskip("speculators.models.eagle3", reason="the package speculators is not installed here")
     ours, model = offered(fc_norm=True, norm_output=True, rope_parameters=LLAMA3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from runtime.registry import VersionState
 from training.judging.gate import Published
 from training.learning.learner import StepResult
 from training.reporting import plot
-from training.reporting.progress import METRICS_FILE, Progress
+from training.reporting.history import METRICS_FILE, History
+from training.reporting.progress import Ends, Progress
 
 
 def result(step: int, loss: float = 2.0) -> StepResult:
@@ -56,7 +58,7 @@ def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCapture
         progress.stepped(result(2), 4, {"rows_waiting": 2})  # too soon for another line
         progress.judged(2, None)
     assert [record.message for record in caplog.records] == [
-        "step 1, loss 2.000, accepted by depth 0.600 0.250, tokens/s 200, rows waiting 3",
+        "step 1, loss 2.000, accepted by depth 0.600 0.250, learning rate 0.0005, tokens/s 200, rows waiting 3",
         "step 2: too few held-out rows to judge by",
     ]
 
@@ -69,16 +71,58 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     assert plot.draw(tmp_path) == tmp_path / plot.PLOT_FILE
 
 
-def test_steps_that_a_crash_took_back_count_once(tmp_path: Path) -> None:
-    for losses in ([9.0, 8.0, 7.0], [6.0, 5.0]):
+def test_what_a_crash_took_back_does_not_count(tmp_path: Path) -> None:
+    for began, losses in ((0, [9.0, 8.0, 7.0]), (1, [6.0])):
         with Progress(tmp_path, Console(file=io.StringIO())) as progress:
-            for step, loss in enumerate(losses, 1):
+            progress.began("again", began)
+            for step, loss in enumerate(losses, began + 1):
                 progress.stepped(result(step, loss), 4, {})
         with (tmp_path / METRICS_FILE).open("a") as file:
             file.write('{"event": "step", "step": 4, "lo')  # cut short by a kill
-    steps, judged, published = plot.read(tmp_path / METRICS_FILE)
-    assert {step: entry["loss"] for step, entry in steps.items()} == {1: 6.0, 2: 5.0, 3: 7.0}
-    assert (judged, published) == ({}, [])
+    history = History.read(tmp_path)
+    assert {step: entry["loss"] for step, entry in history.steps.items()} == {1: 9.0, 2: 6.0}
+    assert [entry["step"] for entry in history.began] == [0, 1]
+    assert history.total("num_tokens") == 200
+    assert history.total("num_rows", up_to=1) == 4
+    assert history.last("loss") == 6.0
+    assert (history.judged, history.published) == ({}, {})
+
+
+def test_a_resumed_run_shows_the_loss_that_it_had(tmp_path: Path) -> None:
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.began("first", 0)
+        for step in range(1, 50):
+            progress.stepped(result(step, 2.0), 4, {})
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.began("resumed", 49)
+        progress.stepped(result(50, 3.0), 4, {})
+    assert "2.100" in screen.getvalue(), "smoothed over what went before"
+
+
+def test_time_left_is_told_where_an_end_is_known(tmp_path: Path) -> None:
+    def shown(ends: Ends | None, figures: dict[str, int]) -> str:
+        screen = io.StringIO()
+        with Progress(tmp_path, Console(file=screen, force_terminal=True, width=100), ends=ends) as progress:
+            progress.began("again", 0)
+            progress.stepped(result(1), 4, figures)
+        return screen.getvalue()
+
+    assert "time left" not in shown(None, {})
+    assert "time left" in shown(Ends(max_steps=10), {})
+    assert "time left" in shown(None, {"rows_left": 8})
+    assert re.search(r"time left\W+(1:39:5|1:40:0)", re.sub(r"\x1b\[[0-9;]*m", "", shown(Ends(max_time_s=6000.0), {})))
+
+
+def test_a_run_of_many_resumed_steps_is_drawn(tmp_path: Path) -> None:
+    with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress.began("first", 0)
+        for step in range(1, 500):
+            progress.stepped(result(step, 2.0 / step), 4, {})
+        progress.began("resumed", 499)
+    picture = plot.draw(tmp_path)
+    assert picture is not None
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -167,7 +167,11 @@ class CaptureConfig:
     max_row_tokens: int = 2048
     heldout_fraction: float = 0.125  # of rows, set aside for the gate
     heldout_max_rows: int = 256  # of all slices together, and at most a quarter of features.budget_mib
-    queue_max_rows: int = 64  # turns waiting for the writer; beyond it the tap sheds
+    queue_max_rows: int = 64  # turns waiting for the writer; from there the tap sheds until half of them are written
+    high_rows: int = 16384  # rows that are in no checkpoint of a trainer yet: from there the tap sheds,
+    low_rows: int = 8192  # until they are down to here
+    high_mib: int | None = None  # the same for their features; null: three quarters of features.budget_mib, the rest held out
+    low_mib: int | None = None  # null: half of the high one
     redact: str | None = None  # package.module.function that says what must not be kept of a row
     classify: str | None = None  # package.module.function that names the slice of a turn whose client did not
     max_age_s: float | None = None  # older rows lose their features, trained on or not
@@ -182,6 +186,12 @@ class CaptureConfig:
         require(ok, "capture.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
         require(self.heldout_max_rows >= 0, "capture.heldout_max_rows", self.heldout_max_rows, "0 or more")
         require(self.queue_max_rows >= 1, "capture.queue_max_rows", self.queue_max_rows, "at least 1")
+        require(self.low_rows >= 1, "capture.low_rows", self.low_rows, "at least 1")
+        ok = self.high_rows >= self.low_rows
+        require(ok, "capture.high_rows", self.high_rows, f"at least capture.low_rows, {self.low_rows}")
+        require(self.low_mib is None or self.low_mib >= 1, "capture.low_mib", self.low_mib, "at least 1, or null")
+        ok = self.high_mib is None or self.high_mib >= (self.low_mib or 1)
+        require(ok, "capture.high_mib", self.high_mib, f"at least capture.low_mib, {self.low_mib or 1}, or null")
         for setting, hook in (("capture.redact", self.redact), ("capture.classify", self.classify)):
             require(hook is None or "." in hook.strip("."), setting, hook, "package.module.function, or null")
         ok = self.max_age_s is None or self.max_age_s >= 60

@@ -56,7 +56,7 @@ def test_a_run_over_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = json.loads(out.read_text())
     assert [answered for answered, _ in result["samples"]] == list(range(3, 61, 3))
     counts = result["outcomes"]
-    assert counts["offered"] == 60 == counts["captured"] + counts["shed_budget"]
-    assert counts["shed_budget"] > 0
+    assert counts["offered"] == 60 == counts["captured"] + counts["shed_backlog"]
+    assert counts["shed_backlog"] > 0
     capture.main([*SMALL, "--requests", "8", "--without-tap", "--json", str(out)])
     assert json.loads(out.read_text())["outcomes"] == {}

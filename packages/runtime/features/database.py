@@ -11,14 +11,14 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from runtime.errors import FeatureError, FeatureUnavailable
 
-SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
 PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED)
 
@@ -26,7 +26,15 @@ PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sq
 class Database:
     """`schema`: the statements that make an empty file usable, run once per file whoever comes first."""
 
-    def __init__(self, path: Path, schema: Sequence[str], *, synchronous: Literal["NORMAL", "FULL"]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        schema: Sequence[str],
+        *,
+        version: int,  # of the layout that the schema makes
+        upgrades: Mapping[int, Sequence[str]] = MappingProxyType({}),  # an older version -> what makes a file of it this one
+        synchronous: Literal["NORMAL", "FULL"],
+    ) -> None:
         self.path = path
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +53,7 @@ class Database:
         except sqlite3.Error as error:
             self.close()
             raise self._explain(error) from error
-        self.is_new = self._create(schema)
+        self.is_new = self._create(schema, version, upgrades)
 
     def _enter_wal(self) -> None:
         """Switch to WAL. SQLite does not wait by itself when two processes do this to a fresh file at once."""
@@ -59,18 +67,20 @@ class Database:
                     raise
                 time.sleep(0.01)
 
-    def _create(self, schema: Sequence[str]) -> bool:
+    def _create(self, schema: Sequence[str], version: int, upgrades: Mapping[int, Sequence[str]]) -> bool:
         with self.transaction() as connection:
-            [(version,)] = connection.execute("PRAGMA user_version").fetchall()
-            if version not in (0, SCHEMA_VERSION):
+            [(found,)] = connection.execute("PRAGMA user_version").fetchall()
+            if found == version:
+                return False
+            statements = schema if found == 0 else upgrades.get(found)
+            if statements is None:
                 raise FeatureError(
-                    f"{self.path} has layout version {version}, this program writes {SCHEMA_VERSION}. Use another features.root."
+                    f"{self.path} has layout version {found}, this program writes {version}. Use another features.root."
                 )
-            if version == 0:
-                for statement in schema:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            return bool(version == 0)
+            for statement in statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={version}")
+            return bool(found == 0)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -45,6 +45,7 @@ SCHEMA = (
         UPDATE usage SET used_bytes = used_bytes - OLD.num_bytes, num_objects = num_objects - 1; END""",
 )
 NAME = re.compile(r"(?P<sample_id>[A-Za-z0-9_-]{1,128})\.(?P<generation>\d{1,18})\.(?P<checksum>[0-9a-f]{8})\.safetensors")
+VERSION = 2
 STALE_PER_PUT = 16  # released rows that a put tries to remove: more than one, so that they cannot pile up
 
 
@@ -252,4 +253,4 @@ class IndexedStore:
 
 
 def open_index(root: Path) -> Database:
-    return Database(Path(root) / "store.sqlite", SCHEMA, synchronous="NORMAL")
+    return Database(Path(root) / "store.sqlite", SCHEMA, version=VERSION, synchronous="NORMAL")

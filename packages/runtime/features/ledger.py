@@ -25,7 +25,7 @@ from typing import Literal
 from runtime.errors import LeaseLost
 from runtime.features.database import Database
 from runtime.features.refs import SampleRef, refuse_tensors
-from runtime.features.samples import IDS, SCHEMA, SampleState, entomb, give_up, insert
+from runtime.features.samples import IDS, SCHEMA, UPGRADES, VERSION, SampleState, entomb, give_up, insert
 
 Split = Literal["train", "heldout"]
 
@@ -58,7 +58,7 @@ class Ledger:
         max_attempts: int = 5,  # leases that may expire or fail before the row is given up
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database = Database(Path(path), SCHEMA, synchronous="FULL")
+        self._database = Database(Path(path), SCHEMA, version=VERSION, upgrades=UPGRADES, synchronous="FULL")
         self._exists = exists
         self._max_attempts = max_attempts
         self._clock = clock
@@ -251,6 +251,12 @@ class Ledger:
     def status(self) -> dict[str, int]:
         """Rows per state; every state is there. Constant time."""
         return dict(self._database.read("SELECT state, num_rows FROM counts"))
+
+    def backlog(self) -> tuple[int, int]:
+        """(rows, bytes of their features) that are for training and in no checkpoint yet. Constant time."""
+        sql = "SELECT sum(num_rows), sum(num_bytes) FROM counts WHERE state IN ('pending', 'leased')"
+        [(num_rows, num_bytes)] = self._database.read(sql)
+        return num_rows, num_bytes
 
     def failures(self) -> dict[str, str]:
         """Why each failed row failed, by sample id."""

@@ -1,7 +1,7 @@
 """The tables behind the ledger, and the three ways in which a row enters or leaves them. Everything that is polled has an index.
 
-`counts` is kept by triggers, so that status needs no scan. `tombstones` remembers rows that were struck off for good: who
-offers one again is told that it is known.
+`counts` is kept by triggers, so that nobody scans who asks how many rows, or bytes of features, there are. `tombstones`
+remembers rows that were struck off for good: who offers one again is told that it is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ class SampleState(StrEnum):
     HELDOUT = "heldout"
 
 
-_COUNT = "UPDATE counts SET num_rows = num_rows {} 1 WHERE state = {}.state"
+VERSION = 3
+_COUNT = """UPDATE counts SET num_rows = num_rows {0} 1, num_bytes = num_bytes {0} {1}.num_bytes * {1}.has_features
+    WHERE state = {1}.state"""
+_TRIGGERS = (
+    f"CREATE TRIGGER samples_in AFTER INSERT ON samples BEGIN {_COUNT.format('+', 'NEW')}; END",
+    f"CREATE TRIGGER samples_out AFTER DELETE ON samples BEGIN {_COUNT.format('-', 'OLD')}; END",
+    f"""CREATE TRIGGER samples_moved AFTER UPDATE OF state, num_bytes, has_features ON samples
+        WHEN NEW.state <> OLD.state OR NEW.num_bytes <> OLD.num_bytes OR NEW.has_features <> OLD.has_features
+        BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
+)
 SCHEMA = (
     """CREATE TABLE samples(
         position INTEGER PRIMARY KEY AUTOINCREMENT, sample_id TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL,
@@ -36,12 +45,9 @@ SCHEMA = (
     "CREATE INDEX samples_by_rank ON samples(slice, heldout_rank) WHERE state = 'heldout'",
     "CREATE INDEX samples_to_replay ON samples(position) WHERE state = 'durable' AND has_features",
     "CREATE INDEX samples_by_age ON samples(created_at) WHERE has_features",
-    "CREATE TABLE counts(state TEXT PRIMARY KEY, num_rows INTEGER NOT NULL)",
-    "INSERT INTO counts VALUES ('pending', 0), ('leased', 0), ('durable', 0), ('failed', 0), ('heldout', 0)",
-    f"CREATE TRIGGER samples_in AFTER INSERT ON samples BEGIN {_COUNT.format('+', 'NEW')}; END",
-    f"CREATE TRIGGER samples_out AFTER DELETE ON samples BEGIN {_COUNT.format('-', 'OLD')}; END",
-    f"""CREATE TRIGGER samples_moved AFTER UPDATE OF state ON samples WHEN NEW.state <> OLD.state
-        BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
+    "CREATE TABLE counts(state TEXT PRIMARY KEY, num_rows INTEGER NOT NULL, num_bytes INTEGER NOT NULL DEFAULT 0)",
+    "INSERT INTO counts(state, num_rows) VALUES ('pending', 0), ('leased', 0), ('durable', 0), ('failed', 0), ('heldout', 0)",
+    *_TRIGGERS,
     "CREATE TABLE tombstones(sample_id TEXT PRIMARY KEY) WITHOUT ROWID",
     """CREATE TABLE checkpoints(checkpoint_id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT NOT NULL, path TEXT NOT NULL,
         step INTEGER NOT NULL, metrics TEXT NOT NULL, created_at REAL NOT NULL)""",
@@ -49,6 +55,15 @@ SCHEMA = (
     "CREATE TABLE consumption(sample_id TEXT NOT NULL, checkpoint_id INTEGER NOT NULL, run_id TEXT NOT NULL)",
     "CREATE INDEX consumption_by_run ON consumption(run_id, sample_id)",
 )
+UPGRADES = {
+    2: (  # counted no bytes
+        "ALTER TABLE counts ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0",
+        *(f"DROP TRIGGER {name}" for name in ("samples_in", "samples_out", "samples_moved")),
+        """UPDATE counts SET num_bytes =
+            (SELECT coalesce(sum(num_bytes), 0) FROM samples WHERE samples.state = counts.state AND has_features)""",
+        *_TRIGGERS,
+    )
+}
 IDS = "(SELECT value FROM json_each(?))"
 
 

@@ -2,8 +2,9 @@
 
 `offer` decides in microseconds and puts the turn into a bounded queue; one writer thread cuts it into rows, copies the
 hidden states to the CPU in the stored dtype, has them redacted and classified, and puts them into the store and the ledger.
-What does not fit is shed and counted by reason. A killed server loses what its queue held, at most `capture.queue_max_rows`
-turns; what counts as captured is safe.
+What does not fit is shed and counted by reason, and so is everything while trainers are too far behind: from a high watermark
+of rows or bytes that are in no checkpoint yet until they are down to the low one. A killed server loses what its queue held, at
+most `capture.queue_max_rows` turns; what counts as captured is safe.
 
 Kept is what all agree to: the server (`capture.enabled`), the client's key and the session (the engine offers nothing of a
 session that is captured OFF, whoever said so), the sampling rate and the redaction hook.
@@ -27,9 +28,10 @@ from typing import Protocol
 import torch
 
 from runtime.backends.base import TargetInfo
-from runtime.config import CaptureConfig
+from runtime.config import CaptureConfig, require
 from runtime.errors import FeatureBudgetExceeded, FeatureError
 from runtime.features.cut import Cut, cut_turn
+from runtime.features.flow import Gate, Watermarks
 from runtime.features.hooks import Hook, checked_slice, redacted
 from runtime.features.ledger import Ledger
 from runtime.features.plane import collect_garbage, make_room, retain
@@ -64,6 +66,7 @@ class Outcome(StrEnum):
     SKIPPED_NO_CONSENT = "skipped_no_consent"  # the session did not ask for capture, and the server does not by default
     SKIPPED_SAMPLED_OUT = "skipped_sampled_out"
     SHED_QUEUE_FULL = "shed_queue_full"
+    SHED_BACKLOG = "shed_backlog"  # trainers are too far behind: capture.high_rows, high_mib
     SHED_BUDGET = "shed_budget"
     SHED_CLOSED = "shed_closed"
     SHED_DROPPED = "shed_dropped"  # a cache policy had dropped the states that the row would start with
@@ -133,7 +136,9 @@ class FeatureTap:
         self._redact = redact
         self._classify = classify
         self._decode = decode
-        self._queue_max_bytes = queue_max_bytes
+        queue_max_rows = config.queue_max_rows
+        self._queue_gate = Gate(Watermarks(queue_max_rows, queue_max_rows // 2, queue_max_bytes, queue_max_bytes // 2))
+        self._backlog_gate = Gate(_watermarks(config, store.budget_bytes))  # the writer's alone
         self._wake = threading.Condition()
         self._queue: deque[CapturedTurn] = deque()
         self._queued_bytes = 0
@@ -170,11 +175,11 @@ class FeatureTap:
         with self._wake:
             if self._is_closing:
                 return Outcome.SHED_CLOSED
-            is_over = self._queued_bytes + size > self._queue_max_bytes and len(self._queue) > 0
-            if len(self._queue) >= self._config.queue_max_rows or is_over:
+            if not self._queue_gate.is_open:
                 return Outcome.SHED_QUEUE_FULL
             self._queue.append(turn)
             self._queued_bytes += size
+            self._queue_gate.more(len(self._queue), self._queued_bytes)
             self._wake.notify()
             return None
 
@@ -223,6 +228,7 @@ class FeatureTap:
                 return None
             turn = self._queue.popleft()
             self._queued_bytes -= _hidden_bytes(turn)
+            self._queue_gate.fewer(len(self._queue), self._queued_bytes)
             return turn
 
     def _write_turn(self, turn: CapturedTurn) -> None:
@@ -262,8 +268,9 @@ class FeatureTap:
         meta = self._meta(turn, turn_key, index)
         if self._ledger.known([meta.sample_id]):
             return Outcome.DUPLICATE
-        if not self._has_room(turn, cut):
-            return Outcome.SHED_BUDGET  # before the states are copied for nothing
+        refusal = self._lack_of_room(turn, cut)
+        if refusal is not None:
+            return refusal  # before the states are copied for nothing
         hidden = _copy_positions(turn.hidden, cut.start, cut.stop - 1, self._store.dtype)
         if not (hidden.aux.isfinite().all() and hidden.last.isfinite().all()):
             return Outcome.FAILED_NON_FINITE
@@ -317,11 +324,13 @@ class FeatureTap:
         self._store.delete(pushed_out)
         return is_new
 
-    def _has_room(self, turn: CapturedTurn, cut: Cut) -> bool:
+    def _lack_of_room(self, turn: CapturedTurn, cut: Cut) -> Outcome | None:
+        if not self._backlog_gate.now(*self._ledger.backlog()):
+            return Outcome.SHED_BACKLOG
         width = turn.hidden[0].aux.shape[1] + turn.hidden[0].last.shape[1]
         num_bytes = (cut.stop - cut.start) * (width * self._store.dtype.itemsize + 9) + HEADER_BYTES
         make_room(self._store, self._ledger, num_bytes)
-        return self._store.used_bytes() + num_bytes <= self._store.budget_bytes
+        return None if self._store.used_bytes() + num_bytes <= self._store.budget_bytes else Outcome.SHED_BUDGET
 
     def _keep_house(self) -> None:
         try:
@@ -335,6 +344,17 @@ class FeatureTap:
             self._last_log_at = time.monotonic()
             trace = None if isinstance(error, FeatureError | OSError) else error
             logger.warning("The tap could not keep a row (counted, said at most once a minute): %s", error, exc_info=trace)
+
+
+def _watermarks(config: CaptureConfig, budget_bytes: int) -> Watermarks:
+    """ConfigError for a high watermark that the store's budget can never reach."""
+    high_bytes = int((1 - HELDOUT_SHARE) * budget_bytes) if config.high_mib is None else config.high_mib << 20
+    ok = high_bytes <= budget_bytes
+    require(ok, "capture.high_mib", config.high_mib, f"at most features.budget_mib, {budget_bytes >> 20}, or null")
+    low_bytes = high_bytes // 2 if config.low_mib is None else config.low_mib << 20
+    ok = low_bytes <= high_bytes
+    require(ok, "capture.low_mib", config.low_mib, f"at most the high watermark, {high_bytes >> 20}, or null")
+    return Watermarks(config.high_rows, config.low_rows, high_bytes, low_bytes)
 
 
 def _hidden_bytes(turn: CapturedTurn) -> int:

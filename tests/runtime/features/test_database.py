@@ -16,7 +16,7 @@ SCHEMA = ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)")
 
 
 def test_schema_runs_once_and_wal_is_on(tmp_path: Path) -> None:
-    first, second = (Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL") for _ in range(2))
+    first, second = (Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="NORMAL") for _ in range(2))
     assert (first.is_new, second.is_new) == (True, False)
     assert second.read("SELECT count(*) FROM t") == [(1,)]
     assert first.read("PRAGMA journal_mode") == [("wal",)]
@@ -37,7 +37,7 @@ def _set_and_stumble(database: Database) -> None:
 
 
 def test_transactions_are_all_or_nothing(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+    database = Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="NORMAL")
     with pytest.raises(ZeroDivisionError):
         _set_and_stumble(database)
     with pytest.raises(FeatureError, match="no such table"):
@@ -49,7 +49,7 @@ def test_transactions_are_all_or_nothing(tmp_path: Path) -> None:
 
 
 def test_readers_do_not_wait_for_a_writer_of_their_own_process(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+    database = Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="NORMAL")
     seen: list[list[tuple[int]]] = []
     reader = threading.Thread(target=lambda: seen.append(database.read("SELECT x FROM t")))
     with database.transaction() as connection:
@@ -62,7 +62,7 @@ def test_readers_do_not_wait_for_a_writer_of_their_own_process(tmp_path: Path) -
 
 
 def test_threads_share_one_connection(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="NORMAL")
+    database = Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="NORMAL")
 
     def add() -> None:
         for _ in range(50):
@@ -82,7 +82,7 @@ ADDER = """
 import sys
 from pathlib import Path
 from runtime.features.database import Database
-database = Database(Path(sys.argv[1]), ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)"), synchronous="NORMAL")
+database = Database(Path(sys.argv[1]), ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)"), version=2, synchronous="NORMAL")
 for _ in range(50):
     with database.transaction() as connection:
         connection.execute("UPDATE t SET x = x + 1")
@@ -94,7 +94,7 @@ def test_processes_that_open_a_fresh_file_at_once(tmp_path: Path, nursery: Any) 
         path = tmp_path / f"{round_}.sqlite"
         nursery.start(ADDER, *[[str(path)]] * 4)
         assert nursery.end() == [0, 0, 0, 0]
-        database = Database(path, SCHEMA, synchronous="NORMAL")
+        database = Database(path, SCHEMA, version=2, synchronous="NORMAL")
         assert database.read("SELECT x FROM t") == [(200,)]
         database.close()
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path = tmp_path / "d.sqlite"
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(FeatureError, match=r"d\.sqlite cannot be used: file is not a database"):
-        Database(path, SCHEMA, synchronous="FULL")
+        Database(path, SCHEMA, version=2, synchronous="FULL")
 
 
 def test_another_layout_version_is_refused(tmp_path: Path) -> None:
@@ -111,11 +111,24 @@ def test_another_layout_version_is_refused(tmp_path: Path) -> None:
     connection.execute("PRAGMA user_version=7")
     connection.close()
     with pytest.raises(FeatureError, match="layout version 7"):
-        Database(tmp_path / "d.sqlite", SCHEMA, synchronous="FULL")
+        Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="FULL")
+
+
+def test_an_older_layout_is_made_anew_in_place(tmp_path: Path) -> None:
+    old = Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="FULL")
+    old.close()
+    upgrades = {2: ("ALTER TABLE t ADD COLUMN y INTEGER NOT NULL DEFAULT 7",)}
+    for _ in range(2):
+        new = Database(tmp_path / "d.sqlite", SCHEMA, version=3, upgrades=upgrades, synchronous="FULL")
+        assert not new.is_new
+        assert new.read("SELECT x, y FROM t") == [(0, 7)]
+        new.close()
+    with pytest.raises(FeatureError, match=r"layout version 3, this program writes 2\. Use another features\.root"):
+        Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="FULL")
 
 
 def test_a_closed_database_says_so(tmp_path: Path) -> None:
-    database = Database(tmp_path / "d.sqlite", SCHEMA, synchronous="FULL")
+    database = Database(tmp_path / "d.sqlite", SCHEMA, version=2, synchronous="FULL")
     database.close()
     database.close()
     with pytest.raises(FeatureError, match="closed"):

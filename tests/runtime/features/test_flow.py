@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import ConfigError
-from runtime.features.flow import FlowControl, Quantum, Watermarks
+from runtime.features.flow import FlowControl, Gate, Quantum, Watermarks
 from runtime.features.refs import FeatureSpec, SampleRef
 
 QUANTUM = Quantum(num_rows=2, num_bytes=200)
@@ -55,6 +55,15 @@ def test_bytes_close_it_too_and_both_must_be_low_to_open() -> None:
     flow.acknowledge(["a"])
     assert flow.is_open
     assert (flow.num_rows, flow.num_bytes, flow.num_closings) == (1, 50, 1)
+
+
+def test_a_gate_that_is_only_told_how_much_there_is_has_the_same_hysteresis() -> None:
+    gate = Gate(Watermarks(high_rows=4, low_rows=2, high_bytes=300, low_bytes=100))
+    states = [gate.now(*there) for there in ((3, 0), (4, 0), (3, 0), (2, 101), (2, 100), (3, 299), (0, 300), (0, 101), (0, 0))]
+    assert states == [True, False, False, False, True, True, False, False, True]
+    assert gate.num_closings == 2
+    alike = Gate(Watermarks(high_rows=4, low_rows=4, high_bytes=300, low_bytes=300))
+    assert [alike.now(rows, 0) for rows in (3, 4, 4, 3)] == [True, False, False, True]
 
 
 def test_an_acknowledgement_counts_once_and_a_new_generation_replaces(make_ref: Callable[..., SampleRef]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -236,6 +237,51 @@ def test_trainable_rows_are_all_that_can_be_read_but_held_out_ones(ledger: Ledge
     assert ledger.status()["leased"] == 1  # nothing was leased by looking
 
 
+def test_the_backlog_is_what_no_checkpoint_holds(ledger: Ledger, make_ref: MakeRef) -> None:
+    for size, name in enumerate("abcdef", 1):
+        ledger.commit(make_ref(name, num_bytes=10**size), "train")
+    ledger.commit(make_ref("h"), "heldout")
+    assert ledger.backlog() == (6, 1_111_110)
+    ledger.lease("r", 3, 60)
+    assert ledger.backlog() == (6, 1_111_110), "rows in a trainer's hands may come back"
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    ledger.fail("r", "b", "damaged", retryable=False)
+    assert ledger.backlog() == (4, 1_111_000)
+    ledger.commit(make_ref("d", generation=2, num_bytes=20_000), "train")
+    ledger.recover("r")
+    ledger.forget(["f"])
+    assert ledger.backlog() == (3, 121_000)
+    ledger.shed_durable(10**9)
+    assert ledger.backlog() == (3, 121_000)
+
+
+def test_a_ledger_of_an_older_layout_goes_on(tmp_path: Path, make_ref: MakeRef) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    _commit(ledger, make_ref, "abc")
+    ledger.lease("r", 1, 60)
+    ledger.record_checkpoint("r", "c", 1, ["a"])
+    ledger.close()
+    connection = sqlite3.connect(path)  # as version 2 left it
+    for trigger in ("samples_in", "samples_out", "samples_moved"):
+        connection.execute(f"DROP TRIGGER {trigger}")
+    connection.execute("ALTER TABLE counts DROP COLUMN num_bytes")
+    for event, sign, row in (("INSERT", "+", "NEW"), ("DELETE", "-", "OLD")):
+        name = {"INSERT": "in", "DELETE": "out"}[event]
+        connection.execute(
+            f"""CREATE TRIGGER samples_{name} AFTER {event} ON samples
+            BEGIN UPDATE counts SET num_rows = num_rows {sign} 1 WHERE state = {row}.state; END"""
+        )
+    connection.execute("CREATE TRIGGER samples_moved AFTER UPDATE OF state ON samples BEGIN SELECT 1; END")
+    connection.execute("PRAGMA user_version=2")
+    connection.close()
+    ledger = Ledger(path)
+    assert ledger.backlog() == (2, 200)
+    _commit(ledger, make_ref, "d")
+    assert (ledger.backlog(), ledger.status()["durable"]) == ((3, 300), 1)
+    ledger.close()
+
+
 # --- failures ---
 
 
@@ -432,6 +478,7 @@ def _steps(ledger: Ledger, call: Callable[[], Any]) -> int:
 def _costs(ledger: Ledger, make_ref: MakeRef) -> dict[str, int]:
     calls: dict[str, Callable[[], Any]] = {
         "status": ledger.status,
+        "backlog": ledger.backlog,
         "heartbeat": lambda: ledger.heartbeat("r", 60),
         "commit": lambda: ledger.commit(make_ref("new"), "train"),
         "hold out": lambda: ledger.hold_out(make_ref("held"), 8),

@@ -1,8 +1,9 @@
 """`FeatureService` over this server's ledger and store: how trainers on other machines take its rows. For admins.
 
 A run has one holder, the process that called Recover last; who lost it is refused, so that a trainer believed dead records
-nothing beside its successor. Holders are remembered in memory only: after a restart the first one heard of has the run.
-Ledger and store block for a moment (SQLite, files), so they are asked on a thread. Knows messages only.
+nothing beside its successor. Members of a run (`run/1`) are as good as it, if they name its holder. Holders are remembered in
+memory only: after a restart the first one heard of has the run. Ledger and store block for a moment (SQLite, files), so they
+are asked on a thread. Knows messages only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from runtime.errors import EngineUnavailable, FeatureError, FeatureUnavailable, InvalidRequest, RunTakenOver
-from runtime.features.ledger import LONGEST_LEASE_S, Checkpoint, Ledger
+from runtime.features.ledger import LONGEST_LEASE_S, Checkpoint, Ledger, run_of
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
 from runtime.rpc import features_codec as codec
@@ -47,7 +48,9 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
     async def Recover(self, request: pb.RecoverRequest, context: Context) -> pb.RecoverResponse:
         async with self._answering(context, request):
             _check_named(request)
-            self._holders[request.run_id] = request.holder
+            if request.run_id == run_of(request.run_id):
+                self._holders[request.run_id] = request.holder
+            self._check_holder(request)
             return pb.RecoverResponse(num_rows=await self._ask(self._ledger.recover, request.run_id))
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
@@ -127,8 +130,9 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     def _check_holder(self, request: Any) -> None:
         _check_named(request)
-        if self._holders.setdefault(request.run_id, request.holder) != request.holder:
-            raise RunTakenOver(request.run_id)
+        run_id = run_of(request.run_id)
+        if self._holders.setdefault(run_id, request.holder) != request.holder:
+            raise RunTakenOver(run_id)
 
     @asynccontextmanager
     async def _answering(self, context: Context, request: Message) -> AsyncIterator[None]:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import torch
@@ -32,9 +33,11 @@ from runtime.files import TEMPORARY_PREFIX
 from runtime.models import absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
-from training.data.stream import OfflineStream, OnlineStream
+from training.data.offline import OfflineStream
+from training.data.stream import OnlineStream
 from training.interchange.commands import export_drafter, import_drafter
 from training.interleaved.loop import build_online_eagle3_runtime
+from training.learning.distributed import World, joined
 from training.reporting import plot
 from training.reporting.metrics import TrainMetrics
 from training.reporting.progress import Ends, Progress
@@ -75,22 +78,38 @@ def _command(config: TrainingConfig, state_dir: Path, console: Console) -> int:
 
 def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
     run_dir = state_dir / "training" / config.trainer.name
-    with _only_one(run_dir, config.trainer.name), _stopping(STOP_SIGNALS) as stop:
+    trainer = config.trainer
+    with _stopping(STOP_SIGNALS) as stop, joined(trainer.parallel, config.model.device, trainer.rank_timeout_s) as world:
+        _take_a_modest_share(config, world)
+        if world.is_first:
+            _lead(config, state_dir, run_dir, console, stop, world)
+        else:
+            _follow(config, state_dir, run_dir, stop, world)
+    return 0
+
+
+def _follow(config: TrainingConfig, state_dir: Path, run_dir: Path, stop: threading.Event, world: World) -> None:
+    """A rank but the first: it writes nothing that stays, and is heard only if something is wrong."""
+    logging.getLogger().setLevel(logging.WARNING)
+    with TemporaryDirectory() as nowhere, Progress(Path(nowhere), Console(quiet=True)) as progress:
+        train(prepare(config, state_dir, run_dir, progress, stop, world))
+
+
+def _lead(config: TrainingConfig, state_dir: Path, run_dir: Path, console: Console, stop: threading.Event, world: World) -> None:
+    with _only_one(run_dir, config.trainer.name):
         _clean(run_dir)
         provenance(run_dir, config)
-        _take_a_modest_share(config)
         tracker, ends = Sink(config.tracker, run_dir), Ends(config.trainer.max_steps, config.trainer.max_time_s)
         try:
             with (
                 TrainMetrics(config.trainer.metrics_port) as metrics,
                 Progress(run_dir, console, metrics, tracker, ends) as progress,
             ):
-                train(prepare(config, state_dir, run_dir, progress, stop))
+                train(prepare(config, state_dir, run_dir, progress, stop, world))
         finally:  # also of a run that broke off
             picture = plot.draw(run_dir)
             if picture is not None:
                 logger.info("picture of the run: %s", picture)
-    return 0
 
 
 def train(shop: Workshop) -> None:
@@ -101,6 +120,7 @@ def train(shop: Workshop) -> None:
     elif shop.source is not None:
         with shop.source as server:
             _tell(shop, server.address)
+            shop.check_budget(server.rows.budget_bytes())
             make_trainer(shop, server.rows, server.rows).fit(_online(shop, server.rows, server.rows))
     else:
         store, ledger = _open_plane(shop)
@@ -110,13 +130,24 @@ def train(shop: Workshop) -> None:
 
 
 def _online(shop: Workshop, store: Rows, ledger: Leases) -> OnlineStream:
-    trainer = shop.config.trainer
-    return OnlineStream(store, ledger, trainer.name, shop.config.data, shop.check, trainer.seed)
+    trainer, world = shop.config.trainer, shop.world
+    with world.first_in_turn():  # which gives back what the run, and all who trained it, leased before
+        return OnlineStream(
+            store,
+            ledger,
+            trainer.name,
+            shop.data_of_step,
+            shop.check,
+            trainer.seed,
+            rank=world.rank,
+            num_ranks=world.size,
+        )
 
 
 def _offline(shop: Workshop, store: FeatureStore, ledger: Ledger) -> OfflineStream:
-    trainer = shop.config.trainer
-    return OfflineStream(store, ledger, trainer.name, shop.config.data, shop.check, trainer.seed)
+    world = shop.world
+    seed = shop.config.trainer.seed
+    return OfflineStream(store, ledger, shop.data_of_step, shop.check, seed, rank=world.rank, num_ranks=world.size)
 
 
 def _open_plane(shop: Workshop) -> tuple[FeatureStore, Ledger]:
@@ -125,6 +156,7 @@ def _open_plane(shop: Workshop) -> tuple[FeatureStore, Ledger]:
     is_shared = config.store is not StoreKind.MEMORY
     require(is_shared, "features.store", config.store.value, "directory or mooncake: no other process reads a memory")
     _tell(shop, str(root))
+    shop.check_budget(config.budget_mib << 20)
     return open_feature_plane(root, config)
 
 
@@ -142,9 +174,9 @@ def _log_to(console: Console) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
 
-def _take_a_modest_share(config: TrainingConfig) -> None:
-    """A server on the same machine comes first: half of the cores online, and a lower priority."""
-    cores = os.cpu_count() or 1
+def _take_a_modest_share(config: TrainingConfig, world: World) -> None:
+    """A server on the same machine comes first: half of the cores online, and a lower priority. Ranks share what there is."""
+    cores = max((os.cpu_count() or 1) // world.local_size, 1)
     torch.set_num_threads(config.trainer.num_threads or (cores if config.mode is Mode.OFFLINE else max(cores // 2, 1)))
     os.setpriority(os.PRIO_PROCESS, 0, max(config.trainer.niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 

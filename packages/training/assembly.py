@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,16 @@ import torch
 
 from runtime.config import require
 from runtime.errors import ConfigError
+from runtime.features.flow import Quantum
 from runtime.features.leases import Leases, Rows
 from runtime.models import ResolvedModel, absolute, resolve
 from runtime.registry import Registry
-from training.config import Mode, TrainingConfig
+from training.config import DataConfig, Mode, TrainingConfig
 from training.data.source import Source
 from training.data.stream import Check
 from training.judging.gate import Baseline, Gate, Versions
-from training.learning.learner import Learner
+from training.learning.distributed import ALONE, World
+from training.learning.hedge import Learning
 from training.learning.start import row_check, starting_drafter
 from training.learning.target_weights import TargetWeights, load_target_weights
 from training.reporting.progress import Progress
@@ -43,25 +46,65 @@ class Workshop:
     check: Check
     progress: Progress
     stop: threading.Event
+    world: World  # the processes that train this run together
+
+    @property
+    def data_of_step(self) -> DataConfig:
+        """What the stream of one rank hands out for a step: all that is accumulated, and its part of the replay."""
+        data, num_batches = self.config.data, self.config.trainer.accumulation
+        num_rows = data.batch_rows * num_batches
+        return dataclasses.replace(
+            data,
+            batch_rows=num_rows,
+            max_batch_tokens=data.max_batch_tokens * num_batches,
+            replay_rows=max(data.replay_rows // self.world.size, num_rows),
+        )
+
+    def check_budget(self, budget_bytes: int) -> None:
+        """ConfigError if the rows of one step of several processes, or of several batches, find no room in this budget of a
+        store: no step would ever be full."""
+        data, num_batches = self.config.data, self.config.trainer.accumulation
+        token_bytes = 4 * self.target.hidden_size * torch.bfloat16.itemsize
+        row_bytes = data.max_batch_tokens * token_bytes // data.batch_rows
+        needed = Quantum.of_step(self.world.size, data.batch_rows, num_batches, row_bytes).num_bytes
+        if self.world.size * num_batches > 1 and needed > budget_bytes:
+            raise ConfigError(
+                f"A step of {self.world.size} processes, {num_batches} batches each (trainer.accumulation) of up to "
+                f"{data.max_batch_tokens} tokens (data.max_batch_tokens), takes {needed >> 20} MiB of rows, and their store has "
+                f"{budget_bytes >> 20} MiB; raise features.budget_mib, or lower one of these."
+            )
 
 
-def prepare(config: TrainingConfig, state_dir: Path, run_dir: Path, progress: Progress, stop: threading.Event) -> Workshop:
+def prepare(
+    config: TrainingConfig,
+    state_dir: Path,
+    run_dir: Path,
+    progress: Progress,
+    stop: threading.Event,
+    world: World = ALONE,
+) -> Workshop:
     """Everything but the rows. ModelError or ConfigError, with one sentence, if the settings do not go together."""
+    is_spread = world.size > 1 and config.mode is Mode.INTERLEAVED
+    alone = "online or offline where torchrun starts several processes: a producer and its trainer share one"
+    require(not is_spread, "mode", config.mode.value, alone)
     resolved = resolve(config.model.name)
-    target = load_target_weights(resolved, _device(config.model.device))
+    target = load_target_weights(resolved, _device(config.model.device, world))
     size = config.trainer.draft_vocab_size
     is_there = size is None or size <= target.vocab_size
     require(is_there, "trainer.draft_vocab_size", size, f"at most {target.vocab_size}, the vocabulary of {target.name}, or null")
     root = config.registry.root
-    registry = Registry(state_dir / "registry" if root is None else absolute("registry.root", root))
-    source = None if config.source is None else Source(config.source, config.remote, target, registry)
-    versions = registry if source is None else source.versions
-    start = starting_drafter(config.trainer.init, versions, target)
-    return Workshop(config, state_dir, run_dir, resolved, target, versions, source, start, row_check(target), progress, stop)
+    holder = world.share(uuid.uuid4().hex)
+    with world.first_in_turn():
+        registry = Registry(state_dir / "registry" if root is None else absolute("registry.root", root))
+        source = None if config.source is None else Source(config.source, config.remote, target, registry, holder)
+        versions = registry if source is None else source.versions
+        start = starting_drafter(config.trainer.init, versions, target)
+    check = row_check(target)
+    return Workshop(config, state_dir, run_dir, resolved, target, versions, source, start, check, progress, stop, world)
 
 
 def make_trainer(
-    shop: Workshop, store: Rows, ledger: Leases, after_step: Callable[[Learner], None] = lambda learner: None
+    shop: Workshop, store: Rows, ledger: Leases, after_step: Callable[[Learning], None] = lambda learner: None
 ) -> Trainer:
     """The trainer and its gate. store, ledger: where the rows of its stream and the held-out rows lie."""
     config = shop.config
@@ -87,6 +130,7 @@ def make_trainer(
             "model fingerprint": shop.target.fingerprint,
             "trainer.init": config.trainer.init,
             "trainer.draft_vocab_size": config.trainer.draft_vocab_size,
+            "trainer.hedge": config.trainer.hedge,
         },
         target=shop.target,
         ledger=ledger,
@@ -96,16 +140,22 @@ def make_trainer(
         stop=shop.stop,
         registry_poll_s=config.registry.poll_s,
         after_step=after_step,
+        world=shop.world,
     )
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, world: World) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"model.device is {name!r}; it must be auto, cpu, cuda, or cuda:<number>.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device is {name!r}, but no CUDA device is here; use model.device=cpu.")
-    return device
+    if device.type != "cuda" or world.size == 1:
+        return device
+    is_own = device == torch.device("cuda") and world.local_rank < torch.cuda.device_count()
+    there = f"cuda, one device for each of the {world.local_size} processes here; there are {torch.cuda.device_count()}"
+    require(is_own, "model.device", name, there)
+    return torch.device("cuda", world.local_rank)

@@ -1,11 +1,14 @@
 """The trainer's loop: take a batch, learn, save, judge. Everything else is one call away.
 
 It begins with the run's latest checkpoint, or with a starting point once the first rows are there. A stop asked for from
-outside ends the step in hand, saves, and returns. Knows no command line and no signal.
+outside ends the step in hand, saves, and returns. Where several processes train the run, each has a trainer and a stream of
+its own, and they go through the loop in step: the first one's clock and judgement count, and it alone writes. Knows no command
+line and no signal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -14,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.eagle3 import save
 from runtime.errors import ConfigError
 from runtime.features.leases import Leases
 from runtime.files import temporary_directory
 from training.config import DataConfig, TrainerConfig
-from training.data.batches import TrainingRow
+from training.data.batches import TrainingRow, group_by_tokens
 from training.data.stream import Stream
 from training.judging.gate import Baseline, Gate
 from training.learning import checkpoint
-from training.learning.learner import Learner
+from training.learning.distributed import ALONE, World
+from training.learning.hedge import Learning, restore
 from training.learning.start import continue_from, from_scratch, generated_counts
 from training.learning.target_weights import TargetWeights
 from training.reporting.progress import Progress
@@ -66,7 +71,8 @@ class Trainer:
         progress: Progress,
         stop: threading.Event,
         registry_poll_s: float,
-        after_step: Callable[[Learner], None] = lambda learner: None,
+        after_step: Callable[[Learning], None] = lambda learner: None,
+        world: World = ALONE,
     ) -> None:
         self._config = config
         self._data = data
@@ -74,6 +80,7 @@ class Trainer:
         self._structure = dict(structure)
         self._target = target
         self._after_step = after_step
+        self._world = world
         self._stream: Stream  # of the fit in progress
         self._ledger = ledger
         self._gate = gate
@@ -91,7 +98,9 @@ class Trainer:
     def fit(self, stream: Stream) -> None:
         """Train on the stream until it or the run ends. Whatever raises on the way, what was taken goes back to its source."""
         self._stream = stream
+        self._world.while_waiting = stream.keep_alive
         try:
+            self._check_ranks()
             learner = self._resume() or self._begin()
             if learner is not None:
                 self._loop(learner)
@@ -99,75 +108,96 @@ class Trainer:
         finally:
             self._stream.close()
 
-    def _loop(self, learner: Learner) -> None:
+    def _loop(self, learner: Learning) -> None:
         self._idle_since = None
         self._saved.reset(learner.num_steps)
         self._judged.reset(learner.num_steps)
         while not self._is_over(learner):
             rows = self._stream.next_batch()
-            if rows:
-                self._learn(learner, rows)
+            [num_rows] = self._world.sum([len(rows)])
+            if num_rows:
+                self._learn(learner, rows, round(num_rows))
             else:
                 self._wait(learner)
-            if self._saved.is_due(learner.num_steps, self._config.checkpoint_every_s, self._config.checkpoint_every_steps):
+            saves = self._saved.is_due(learner.num_steps, self._config.checkpoint_every_s, self._config.checkpoint_every_steps)
+            judges = self._judged.is_due(learner.num_steps, self._config.evaluate_every_s, self._config.evaluate_every_steps)
+            saves, judges = self._decide(saves, judges)
+            if saves:
                 self._save(learner)
-            if self._judged.is_due(learner.num_steps, self._config.evaluate_every_s, self._config.evaluate_every_steps):
+            if judges:
                 self._judge(learner)
             self._look_at_registry()
 
-    # --- the verbs ---
+    # --- the verbs: every rank does them at the same time ---
 
-    def _learn(self, learner: Learner, rows: Sequence[TrainingRow]) -> None:
-        result = learner.step(rows)
+    def _learn(self, learner: Learning, rows: Sequence[TrainingRow], num_rows: int) -> None:
+        """A step on this rank's rows, which may be none, and on those of the others: num_rows in all."""
+        batches = group_by_tokens(rows, self._data.max_batch_tokens)
+        result = learner.step(*batches)
         self._stream.trained(rows)
         self._idle_since = None
-        self._progress.stepped(result, len(rows), self._stream.figures())
+        self._progress.stepped(result, num_rows, self._figures())
         self._after_step(learner)
 
-    def _wait(self, learner: Learner) -> None:
+    def _wait(self, learner: Learning) -> None:
         """Nothing to train on: use the pause to judge and to save what was learned, else sleep. A producer may wait for
         the room that rows give up once they are durable."""
         self._stream.keep_alive()
         is_pause = self._idle_s() >= self._data.fill_wait_s
-        if is_pause and learner.num_steps > self._judged.at_step and self._config.evaluate_every_steps is None:
+        judges = is_pause and learner.num_steps > self._judged.at_step and self._config.evaluate_every_steps is None
+        judges, saves = self._decide(judges, is_pause and learner.num_steps > self._saved.at_step)
+        if judges:
             self._judge(learner)
-        elif is_pause and learner.num_steps > self._saved.at_step:
+        elif saves:
             self._save(learner)
         else:
             self._sleep()
 
-    def _save(self, learner: Learner) -> None:
-        """Write a checkpoint, then make the ledger record it together with the rows it holds."""
-        state = {
-            "structure": self._structure,
-            "start": [self._start.version, None if self._start.directory is None else str(self._start.directory)],
-            "last_published": self._gate.last_published,
-            "learner": learner.state(),
-            "stream": self._stream.state(),
-        }
-        directory = checkpoint.save(self._checkpoints, learner.num_steps, learner.tensors(), state)
-        self._stream.record(directory, learner.num_steps, self._metrics)
-        checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
+    def _save(self, learner: Learning) -> None:
+        """Write a checkpoint, then make the ledger record it together with the rows it holds, whichever rank trained on them."""
+        tensors = learner.tensors()
+        streams = self._world.gather([self._stream.state(), self._stream.unsaved()])
+        if self._world.is_first:
+            state = {
+                "structure": self._structure,
+                "start": [self._start.version, None if self._start.directory is None else str(self._start.directory)],
+                "last_published": self._gate.last_published,
+                "learner": learner.state(),
+                "streams": [state for state, _ in streams],
+            }
+            directory = checkpoint.save(self._checkpoints, learner.num_steps, tensors, state)
+            sample_ids = [sample_id for _, unsaved in streams for sample_id in unsaved]
+            self._ledger.record_checkpoint(self._config.name, directory, learner.num_steps, sample_ids, metrics=self._metrics)
+            checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
+            self._progress.saved(learner.num_steps, directory)
+        self._stream.saved()
         self._saved.reset(learner.num_steps)
-        self._progress.saved(learner.num_steps, directory)
 
-    def _judge(self, learner: Learner) -> None:
-        """Export a candidate, evaluate it against what is served, publish it if it is better."""
+    def _judge(self, learner: Learning) -> None:
+        """Export a candidate, evaluate it against what is served, publish it if it is better. The first rank judges."""
         self._judged.reset(learner.num_steps)
-        with temporary_directory(self._run_dir) as candidate:
-            learner.export(candidate)
-            verdict = self._gate.judge(candidate)
-            self._progress.judged(learner.num_steps, verdict)
-            if verdict is not None:
-                self._metrics = verdict.metrics
-            if verdict is not None and verdict.is_better and self._config.gate.enabled:
-                version = self._gate.publish(candidate, verdict, learner.num_steps, before=lambda: self._save(learner))
-                self._progress.published(learner.num_steps, version, verdict)
+        candidate = learner.candidate(self._gate.acceptance_length)
+        if self._world.is_first:
+            with temporary_directory(self._run_dir) as directory:
+                save(candidate, directory)
+                self._judge_exported(learner, directory)
+        elif self._decide(False)[0]:
+            self._save(learner)
         self._judged.at_s = time.monotonic()
         self._stream.keep_alive()
 
+    def _judge_exported(self, learner: Learning, candidate: Path) -> None:
+        verdict = self._gate.judge(candidate, learner.num_heads)
+        self._progress.judged(learner.num_steps, verdict)
+        if verdict is not None:
+            self._metrics = verdict.metrics
+        [publishes] = self._decide(verdict is not None and verdict.is_better and self._config.gate.enabled)
+        if verdict is not None and publishes:
+            version = self._gate.publish(candidate, verdict, learner.num_steps, before=lambda: self._save(learner))
+            self._progress.published(learner.num_steps, version, verdict)
+
     def _look_at_registry(self) -> None:
-        if time.monotonic() - self._looked_at >= self._registry_poll_s:
+        if self._world.is_first and time.monotonic() - self._looked_at >= self._registry_poll_s:
             self._looked_at = time.monotonic()
             self._tell_news()
 
@@ -176,13 +206,17 @@ class Trainer:
         if news is not None:
             self._progress.decided(news)
 
-    def _end(self, learner: Learner) -> None:
+    def _end(self, learner: Learning) -> None:
         if learner.num_steps > self._saved.at_step:
             self._save(learner)
-        if self._stop.is_set():
+        if self._is_stopped():
             return
         if learner.num_steps > self._judged.at_step:
             self._judge(learner)
+        if self._world.is_first:
+            self._settle()
+
+    def _settle(self) -> None:
         deadline = time.monotonic() + self._config.settle_s
         while self._gate.is_undecided() and time.monotonic() < deadline and not self._stop.wait(self._data.poll_s):
             self._stream.keep_alive()
@@ -190,20 +224,31 @@ class Trainer:
 
     # --- the beginning ---
 
-    def _resume(self) -> Learner | None:
+    def _check_ranks(self) -> None:
+        """That the ranks of this run have the same settings and see the same files."""
+        start = None if self._start.directory is None else self._start.version
+        groups = {"trainer": self._config, "data": self._data}
+        settings = {f"{group}.{name}": value for group, each in groups.items() for name, value in vars(each).items()}
+        settings["trainer.gate"] = dataclasses.asdict(self._config.gate)
+        self._world.check_same(self._structure | settings | {"the starting drafter": start})
+
+    def _resume(self) -> Learning | None:
         """The learner of the run's latest checkpoint; None if the run is new."""
-        latest = self._ledger.latest_checkpoint(self._config.name)
-        if latest is None:
+        latest = self._ledger.latest_checkpoint(self._config.name) if self._world.is_first else None
+        name = self._world.share(None if latest is None else Path(latest.path).name)
+        if name is None:
             return None
-        directory = self._checkpoints / Path(latest.path).name  # wherever the state directory is now
+        directory = self._checkpoints / name  # wherever the state directory is now
         tensors, state = checkpoint.load(directory)
         self._check_structure(state["structure"])
         version, start = state["start"]
         self._start = Baseline(version, None if start is None else Path(start))
         self._gate.resume(self._start, state["last_published"])
-        self._stream.restore(state["stream"])
-        learner = Learner.restore(tensors, state["learner"], self._target, self._config)
-        checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
+        self._stream.restore(state["streams"])
+        learner = restore(tensors, state["learner"], self._target, self._config, self._world)
+        [_] = self._world.any(False)  # all have read
+        if self._world.is_first:
+            checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
         self._progress.began(f"resumed at step {learner.num_steps} from {directory}", learner.num_steps)
         return learner
 
@@ -215,53 +260,70 @@ class Trainer:
                     "another run with trainer.run_id=..."
                 )
 
-    def _begin(self) -> Learner | None:
+    def _begin(self) -> Learning | None:
         """A learner from the starting point, once enough rows are there; None if the run is over before."""
         is_scratch = self._start.directory is None
         if is_scratch:
-            rows = self._first_rows(MAX_FIRST_ROWS, self._config.vocabulary_tokens)
+            rows = self._first_rows(-(-MAX_FIRST_ROWS // self._world.size), self._config.vocabulary_tokens)
         else:
             rows = self._first_rows(self._data.batch_rows, CONDITIONING_TOKENS)
-        if not rows:
+        [num_rows] = self._world.sum([len(rows)])
+        if not num_rows:
             logger.info("the run is over before there were rows to learn from")
             return None
         if self._start.directory is None:
-            learner = from_scratch(self._target, self._config, rows)
-            said = f"from scratch, draft vocabulary of {len(learner.vocabulary)} from {len(rows)} rows"
+            learner = from_scratch(self._target, self._config, rows, self._world)
+            said = f"from scratch, draft vocabulary of {len(learner.vocabulary)} from {num_rows:.0f} rows"
         else:
-            learner = continue_from(self._start.directory, self._target, self._config, rows)
+            learner = continue_from(self._start.directory, self._target, self._config, rows, self._world)
             said = f"from drafter {self._start.version} ({self._start.directory})"
         self._progress.began(f"{said}, learning rate {learner.learning_rate:g}", 0)
         return learner
 
     def _first_rows(self, max_rows: int, num_tokens: int) -> list[TrainingRow]:
-        """The first rows: max_rows of them, or num_tokens generated tokens, or what there is when nothing more will come."""
+        """The first rows of this rank: max_rows of them, or until all ranks together have num_tokens generated tokens, or what
+        there is when nothing more will come."""
         while True:
             rows = self._stream.preview(max_rows)
-            seen = int(generated_counts(rows, self._target.vocab_size).sum())
-            if seen >= num_tokens or len(rows) == max_rows or not self._stream.is_live or self._is_over(None):
-                return [] if self._stop.is_set() else rows
+            [seen] = self._world.sum([int(generated_counts(rows, self._target.vocab_size).sum())])
+            is_full, is_live = self._world.any(len(rows) == max_rows, self._stream.is_live)
+            if seen >= num_tokens or is_full or not is_live or self._is_over(None):
+                return [] if self._is_stopped() else rows
             self._sleep()
 
     def _sleep(self) -> None:
         """Until rows may have come."""
         if self._idle_since is None:
             self._idle_since = time.monotonic()
-        self._progress.waiting(self._stream.figures())
+        self._progress.waiting(self._figures())
         self._stop.wait(self._data.poll_s)
 
     # --- the end ---
 
-    def _is_over(self, learner: Learner | None) -> bool:
+    def _is_over(self, learner: Learning | None) -> bool:
         config = self._config
         steps = learner.num_steps if learner is not None else 0
-        return (
-            self._stop.is_set()
-            or (config.max_steps is not None and steps >= config.max_steps)
-            or (config.max_time_s is not None and time.monotonic() - self._began_at >= config.max_time_s)
-            or (config.idle_timeout_s is not None and self._idle_s() >= config.idle_timeout_s)
-            or self._stream.is_exhausted()
+        is_late = config.max_time_s is not None and time.monotonic() - self._began_at >= config.max_time_s
+        is_idle = config.idle_timeout_s is not None and self._idle_s() >= config.idle_timeout_s
+        is_mine = self._world.is_first  # whose clock counts
+        ends, goes_on = self._world.any(
+            self._stop.is_set() or (is_mine and (is_late or is_idle)), not self._stream.is_exhausted()
         )
+        return ends or not goes_on or (config.max_steps is not None and steps >= config.max_steps)
+
+    def _is_stopped(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self._world.any(self._stop.is_set())[0]
+
+    def _decide(self, *wishes: bool) -> list[bool]:
+        """What the first rank wishes, on every rank: its clock counts, and its judgement."""
+        return self._world.any(*(wish and self._world.is_first for wish in wishes))
+
+    def _figures(self) -> dict[str, int]:
+        """Counts of the streams of all ranks: rows_... are added up, the others are the same everywhere."""
+        figures = self._stream.figures()
+        totals = zip(figures, self._world.sum(list(figures.values())), strict=True)
+        return figures | {name: round(total) for name, total in totals if name.startswith("rows_")}
 
     def _idle_s(self) -> float:
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since

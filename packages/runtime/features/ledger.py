@@ -30,6 +30,7 @@ from runtime.features.samples import IDS, SCHEMA, UPGRADES, VERSION, SampleState
 Split = Literal["train", "heldout"]
 
 LONGEST_LEASE_S = 86_400.0
+OURS = "(run_id = ? OR (run_id > ? || '/' AND run_id < ? || '0'))"  # the run's and its members'; '0' comes after '/'
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ class Checkpoint:
     step: int
     metrics: Mapping[str, float]
     created_at: float  # Unix seconds
+
+
+def member_of(run_id: str, rank: int) -> str:
+    """The name under which one of several processes of a run leases: what is recorded or recovered for the run counts for it."""
+    return f"{run_id}/{rank}"
+
+
+def run_of(name: str) -> str:
+    """The run that a name leases for: itself, or that of which it is a member."""
+    return name.partition("/")[0]
 
 
 class Ledger:
@@ -166,16 +177,16 @@ class Ledger:
     ) -> Checkpoint:
         """Record a checkpoint whose files are already safe on disk, and make the rows in it durable: all or nothing.
 
-        LeaseLost, with their ids, if this run does not lease some of the rows any more: another run may be training on
-        them, so these weights must not survive. A lease past its time-out that nobody took back still counts.
+        LeaseLost, with their ids, if this run and its members do not lease some of the rows any more: another run may be
+        training on them, so these weights must not survive. A lease past its time-out that nobody took back still counts.
         """
         refuse_tensors(metrics)
         sample_ids = list(dict.fromkeys(trained_sample_ids))
         checkpoint = Checkpoint(run_id, str(path), step, dict(metrics or {}), self._clock())
         encoded = json.dumps(sample_ids)
         with self._database.transaction() as connection:
-            sql = f"SELECT sample_id FROM samples WHERE run_id = ? AND state = 'leased' AND sample_id IN {IDS}"
-            mine = {sample_id for (sample_id,) in connection.execute(sql, (run_id, encoded))}
+            sql = f"SELECT sample_id FROM samples WHERE {OURS} AND state = 'leased' AND sample_id IN {IDS}"
+            mine = {sample_id for (sample_id,) in connection.execute(sql, (run_id, run_id, run_id, encoded))}
             lost = [sample_id for sample_id in sample_ids if sample_id not in mine]
             if lost:
                 raise LeaseLost(run_id, lost)
@@ -183,9 +194,8 @@ class Ledger:
                 "INSERT INTO checkpoints(run_id, path, step, metrics, created_at) VALUES (?, ?, ?, ?, ?)",
                 (run_id, checkpoint.path, step, json.dumps(dict(checkpoint.metrics)), checkpoint.created_at),
             )
-            connection.execute(
-                f"UPDATE samples SET state = 'durable', lease_expires_at = NULL WHERE sample_id IN {IDS}", (encoded,)
-            )
+            sql = f"UPDATE samples SET state = 'durable', run_id = ?, lease_expires_at = NULL WHERE sample_id IN {IDS}"
+            connection.execute(sql, (run_id, encoded))
             connection.execute(
                 "INSERT INTO consumption SELECT value, ?, ? FROM json_each(?)", (cursor.lastrowid, run_id, encoded)
             )
@@ -199,14 +209,13 @@ class Ledger:
         return None
 
     def recover(self, run_id: str) -> int:
-        """Give the rows that this run leases, and that no checkpoint holds, back to the queue: at a restart, or at a stop.
-
-        They keep their attempts: a restart is not the row's fault.
+        """Give the rows that this run and its members lease, and that no checkpoint holds, back to the queue: at a restart, or at
+        a stop. They keep their attempts: a restart is not the row's fault.
         """
         with self._database.transaction() as connection:
-            sql = """UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, attempts = attempts - 1
-                WHERE run_id = ? AND state = 'leased'"""
-            return connection.execute(sql, (run_id,)).rowcount
+            sql = f"""UPDATE samples SET state = 'pending', run_id = NULL, lease_expires_at = NULL, attempts = attempts - 1
+                WHERE {OURS} AND state = 'leased'"""
+            return connection.execute(sql, (run_id, run_id, run_id)).rowcount
 
     def fail(self, run_id: str, sample_id: str, reason: str, retryable: bool) -> bool:
         """This run could not use a row of its own. Retryable: back to the queue until its attempts are used up. Else it is

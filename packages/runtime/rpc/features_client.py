@@ -42,11 +42,12 @@ PATIENT = Retry(max_attempts=1_000_000, first_s=0.05, max_s=1.0)  # the call's t
 class FeatureClient(Client):
     """Implements `Leases` and `Rows`."""
 
-    def __init__(self, address: str, *, retry: Retry = PATIENT, **connection: Any) -> None:
-        """connection: api_key, tls, timeout_s, as in `connection.Client`."""
+    def __init__(self, address: str, *, retry: Retry = PATIENT, holder: str | None = None, **connection: Any) -> None:
+        """holder: shared by the processes that train one run together; None: of this client alone. connection: api_key, tls,
+        timeout_s, as in `connection.Client`."""
         super().__init__(address, retry=retry, **connection)
         self._stub = features_pb2_grpc.FeatureServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._holder = uuid.uuid4().hex
+        self._holder = holder or uuid.uuid4().hex
         self._held: set[str] = set()  # leased, and not in a checkpoint yet
         self._ahead = FetchAhead(self._try_to_fetch)
         self._is_unsure = False  # a lease's reply may have been lost
@@ -137,6 +138,10 @@ class FeatureClient(Client):
 
     def status(self) -> dict[str, int]:
         return {name: int(count) for name, count in self._call(self._stub.Status, pb.StatusRequest()).num_rows.items()}
+
+    def budget_bytes(self) -> int:
+        """Of the server's store of rows."""
+        return int(self._call(self._stub.Status, pb.StatusRequest()).budget_bytes)
 
     def target_fingerprint(self) -> str:
         """Of the model that the server serves."""

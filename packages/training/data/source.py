@@ -41,7 +41,9 @@ KINDS = (NgramDrafter.version, NoDrafter.version)  # what a server may serve bes
 class Source:
     """Connections to one server: `rows` is its ledger and store, `versions` its registry."""
 
-    def __init__(self, address: str, config: RemoteConfig, target: TargetWeights, registry: Registry) -> None:
+    def __init__(
+        self, address: str, config: RemoteConfig, target: TargetWeights, registry: Registry, holder: str | None = None
+    ) -> None:
         """address: grpc://HOST:PORT or grpcs://HOST:PORT. ConfigError if that, or a file of config, cannot be used, or if
         the server serves another model than this one; EngineUnavailable if it cannot be reached."""
         match = SOURCE.fullmatch(address)
@@ -54,7 +56,7 @@ class Source:
             "retry": PATIENT,
         }
         self.address = address
-        self.rows = FeatureClient(match["address"], **connection)
+        self.rows = FeatureClient(match["address"], holder=holder, **connection)
         served = self.rows.target_fingerprint()
         if served != target.fingerprint:  # its rows would all be failed, one after the other
             raise ConfigError(

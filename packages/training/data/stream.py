@@ -1,4 +1,4 @@
-"""Rows for the trainer: a live stream, each row admitted once and replayed a few times, or a directory in epochs.
+"""Rows for the trainer: what a stream is, and the one of live rows, each admitted once and replayed a few times.
 
 A stream hands out batches and hears which were trained. Online, a row is leased, trained as soon as a batch is there, and
 becomes durable with the checkpoint that holds its effect; until then a crash gives it back to the queue. Rows that were
@@ -12,18 +12,17 @@ import base64
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 from runtime.errors import EngineUnavailable, FeatureError, FeatureNotFound, FeatureUnavailable, ProducerFailed
 from runtime.features.leases import Leases, Rows
-from runtime.features.ledger import Ledger
+from runtime.features.ledger import member_of
 from runtime.features.refs import SampleRef
-from runtime.features.store import FeatureStore
 from training.config import DataConfig
 from training.data.arrivals import Arrivals, LedgerArrivals
 from training.data.batches import TrainingRow, supervised
@@ -68,14 +67,20 @@ class Stream(Protocol):
         """JSON for the checkpoint that is about to be written."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """What the streams of all ranks remembered, by rank. Their number may have changed since."""
+        ...
 
-    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
-        """The checkpoint at path is safe on disk: its rows are durable from here on."""
+    def unsaved(self) -> list[str]:
+        """Leased rows that were trained since the last checkpoint: the one about to be written makes them durable."""
+        ...
+
+    def saved(self) -> None:
+        """That checkpoint is safe on disk, and the ledger knows of it."""
         ...
 
     def figures(self) -> dict[str, int]:
-        """Counts for the display: rows admitted, waiting, in replay."""
+        """Counts for the display. Those named rows_... are this rank's share of a total, the others the same on all ranks."""
         ...
 
     def close(self) -> None:
@@ -99,13 +104,18 @@ class OnlineStream:
         check: Check,
         seed: int,
         arrivals: Arrivals | None = None,  # None: whatever comes into the ledger
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,  # that share the rows of this run, each under a name of its own
     ) -> None:
         self._store = store
         self._ledger = ledger
         self._run_id = run_id
+        self._name = run_id if rank == 0 else member_of(run_id, rank)
+        self._rank, self._num_ranks = rank, num_ranks
         self._config = config
         self._check = check
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed + rank)
         self._unread: deque[SampleRef] = deque()  # leased, and not looked at: their store does not answer
         self._is_store_silent = False
         self._fresh: dict[str, tuple[SampleRef, TrainingRow]] = {}  # leased, not trained
@@ -113,8 +123,8 @@ class OnlineStream:
         self._unsaved: dict[str, None] = {}  # trained since the last checkpoint, in this order
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
-        ledger.recover(run_id)
-        self._arrivals = arrivals or LedgerArrivals(ledger, run_id, config.lease_timeout_s)
+        ledger.recover(self._name)
+        self._arrivals = arrivals or LedgerArrivals(ledger, self._name, config.lease_timeout_s)
 
     @property
     def is_live(self) -> bool:
@@ -136,7 +146,8 @@ class OnlineStream:
             return []
         order = torch.randperm(len(again), generator=self._generator).tolist() if len(fresh) < size else []
         replayed = self._load_again([again[i] for i in order], size - len(fresh))
-        return _cut(fresh + replayed, self._config.max_batch_tokens)
+        rows = fresh + replayed
+        return rows[: num_within([row.num_tokens for row in rows], self._config.max_batch_tokens)]
 
     def trained(self, rows: Sequence[TrainingRow]) -> None:
         admitted = [row.sample_id for row in rows if row.sample_id in self._fresh]
@@ -160,34 +171,46 @@ class OnlineStream:
         now = time.monotonic()
         if now - self._beat_at >= self._config.lease_timeout_s / HEARTBEATS_PER_LEASE:
             self._beat_at = now
-            self._ledger.heartbeat(self._run_id, self._config.lease_timeout_s)
+            self._ledger.heartbeat(self._name, self._config.lease_timeout_s)
 
     def state(self) -> dict[str, Any]:
         return {
             "passes": [[name, entry.num_passes] for name, entry in self._replay.items()],
             "num_admitted": self._num_admitted,
-            "generator": _encode(self._generator),
+            "generator": encode(self._generator),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Rows that the checkpoint holds and whose features are still kept are replayed on; others it held are over."""
-        refs = {ref.sample_id: ref for ref in self._ledger.durable(self._run_id, 2 * self._config.replay_rows)}
-        self._replay = {name: _Replayed(refs[name], passes) for name, passes in state["passes"] if name in refs}
-        self._num_admitted = state["num_admitted"]
-        _decode(state["generator"], self._generator)
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Rows that the checkpoint holds and whose features are still kept are replayed on; others it held are over. As many
+        ranks as before: each goes on with its own. Others: the rows are dealt out anew."""
+        num_kept = 2 * self._config.replay_rows * max(len(states), self._num_ranks)
+        refs = {ref.sample_id: ref for ref in self._ledger.durable(self._run_id, num_kept)}  # newest first
+        if len(states) == self._num_ranks:
+            passes = states[self._rank]["passes"]
+        else:
+            known = dict(entry for state in states for entry in state["passes"])
+            oldest_first = [[name, known[name]] for name in reversed(refs) if name in known]
+            passes = oldest_first[self._rank :: self._num_ranks]
 
-    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
-        self._ledger.record_checkpoint(self._run_id, path, step, self._unsaved, metrics=metrics)
+        self._replay = {name: _Replayed(refs[name], num_passes) for name, num_passes in passes if name in refs}
+        self._num_admitted = share_of([state["num_admitted"] for state in states], self._rank, self._num_ranks)
+        if self._rank < len(states):
+            decode(states[self._rank]["generator"], self._generator)
+
+    def unsaved(self) -> list[str]:
+        return list(self._unsaved)
+
+    def saved(self) -> None:
         self._unsaved.clear()
 
     def figures(self) -> dict[str, int]:
         again = sum(entry.num_passes < self._config.passes for entry in self._replay.values())
-        waiting = len(self._fresh) + self._ledger.status()["pending"]
-        return {"rows_admitted": self._num_admitted, "rows_waiting": waiting, "rows_to_replay": again}
+        pending = self._ledger.status()["pending"] if self._rank == 0 else 0  # of all ranks
+        return {"rows_admitted": self._num_admitted, "rows_waiting": len(self._fresh) + pending, "rows_to_replay": again}
 
     def close(self) -> None:
         try:
-            self._ledger.recover(self._run_id)
+            self._ledger.recover(self._name)
         except EngineUnavailable as error:
             logger.warning("rows in hand could not be given back (%s); they return when their leases run out", error)
 
@@ -232,7 +255,7 @@ class OnlineStream:
             raise
         except FeatureError as error:
             logger.warning("row %s is not used: %s", ref.sample_id, error)
-            self._ledger.fail(self._run_id, ref.sample_id, str(error), retryable=False)
+            self._ledger.fail(self._name, ref.sample_id, str(error), retryable=False)
             self._arrivals.done([ref.sample_id])
             return None
 
@@ -254,95 +277,6 @@ class OnlineStream:
         return rows
 
 
-class OfflineStream:
-    """Epochs over fixed rows in a random order each; the last batch of an epoch may be smaller."""
-
-    is_live = False
-
-    def __init__(self, store: FeatureStore, ledger: Ledger, run_id: str, config: DataConfig, check: Check, seed: int) -> None:
-        self._store = store
-        self._ledger = ledger
-        self._run_id = run_id
-        self._config = config
-        self._generator = torch.Generator().manual_seed(seed)
-        self._check = check
-        self._refs = {ref.sample_id: ref for ref in ledger.trainable()}
-        self._num_left_out = 0  # could not be read, or are not for this drafter
-        self._epoch = 0
-        self._left: list[str] = []  # of this epoch
-        self._num_trained = 0
-        self._begin_epoch()
-
-    def preview(self, num_rows: int) -> list[TrainingRow]:
-        return self._load(self._left[:num_rows])
-
-    def next_batch(self) -> list[TrainingRow]:
-        return _cut(self._load(self._left[: self._config.batch_rows]), self._config.max_batch_tokens)
-
-    def trained(self, rows: Sequence[TrainingRow]) -> None:
-        done = {row.sample_id for row in rows}
-        self._num_trained += len(done)
-        self._is_over_for(done)
-
-    def is_exhausted(self) -> bool:
-        return not self._left
-
-    def keep_alive(self) -> None:
-        """Nothing is leased."""
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "epoch": self._epoch,
-            "left": self._left,
-            "num_trained": self._num_trained,
-            "generator": _encode(self._generator),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._epoch = state["epoch"]
-        self._left = state["left"]
-        self._num_trained = state["num_trained"]
-        _decode(state["generator"], self._generator)
-        if self._left:
-            self._is_over_for(set(self._left) - self._refs.keys())
-        else:
-            self._begin_epoch()  # the run had ended, and may have more passes now
-
-    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
-        self._ledger.record_checkpoint(self._run_id, path, step, [], metrics=metrics)
-
-    def figures(self) -> dict[str, int]:
-        counts = {"rows": len(self._refs), "rows_left_out": self._num_left_out}
-        return {**counts, "rows_trained": self._num_trained, "epoch": self._epoch}
-
-    def close(self) -> None:
-        """Nothing was taken."""
-
-    def _begin_epoch(self) -> None:
-        names = list(self._refs) if self._epoch < self._config.passes else []
-        self._left = [names[i] for i in torch.randperm(len(names), generator=self._generator).tolist()]
-
-    def _is_over_for(self, names: Collection[str]) -> None:
-        """These rows are done in this epoch; after the last one the next epoch begins."""
-        self._left = [name for name in self._left if name not in names]
-        if not self._left:
-            self._epoch += 1
-            self._begin_epoch()
-
-    def _load(self, names: Sequence[str]) -> list[TrainingRow]:
-        """The rows that can be used; the others leave the stream."""
-        rows: list[TrainingRow] = []
-        for name in names:
-            try:
-                rows.append(read_row(self._store, self._refs[name], self._check))
-            except FeatureError as error:
-                logger.warning("row %s is not used: %s", name, error)
-                self._num_left_out += 1
-                del self._refs[name]
-                self._is_over_for({name})
-        return rows
-
-
 def read_row(store: Rows, ref: SampleRef, check: Check) -> TrainingRow:
     """The row, if a drafter can be trained on it and judged by it. FeatureError says why not."""
     reason = check(ref)
@@ -356,21 +290,22 @@ def read_row(store: Rows, ref: SampleRef, check: Check) -> TrainingRow:
     return TrainingRow(ref.sample_id, features)
 
 
-def _cut(rows: Sequence[TrainingRow], max_tokens: int) -> list[TrainingRow]:
-    """The leading rows of at most max_tokens tokens, at least one."""
-    kept: list[TrainingRow] = []
-    num_tokens = 0
-    for row in rows:
-        num_tokens += row.num_tokens
-        if kept and num_tokens > max_tokens:
-            break
-        kept.append(row)
-    return kept
+def share_of(counts: Sequence[int], rank: int, num_ranks: int) -> int:
+    """A rank's part of what ranks counted: its own, or, where their number changed, all of it for the first."""
+    if len(counts) == num_ranks:
+        return counts[rank]
+    return sum(counts) if rank == 0 else 0
 
 
-def _encode(generator: torch.Generator) -> str:
+def num_within(sizes: Sequence[int], max_tokens: int) -> int:
+    """How many of these leading rows have at most max_tokens tokens together, at least one."""
+    return max(sum(total <= max_tokens for total in accumulate(sizes)), min(len(sizes), 1))
+
+
+def encode(generator: torch.Generator) -> str:
+    """The state of a generator, for JSON; `decode` sets it."""
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
-def _decode(text: str, generator: torch.Generator) -> None:
+def decode(text: str, generator: torch.Generator) -> None:
     generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))

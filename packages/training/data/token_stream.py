@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from runtime.features.leases import Leases
 from training.config import DataConfig
 from training.data.batches import TrainingRow
 from training.data.prefill import Prefill, cut_by_tokens
+from training.data.stream import share_of
 
 WINDOW_ROWS = 4096  # among which rows are sorted by length
 
@@ -98,19 +98,24 @@ class TokenStream:
     def state(self) -> dict[str, Any]:
         return {"order": self._digest(), "epoch": self._epoch, "batch": self._next, "num_trained": self._num_trained}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """ConfigError if the position is one of another order."""
+        state = states[0]
         if state["order"] != self._digest():
             raise ConfigError(
                 f"data.corpus, data.heldout_fraction, data.max_batch_tokens or trainer.seed is not what run {self._run_id!r} "
                 "began with, so its place in the rows is lost; keep them, or begin another run with trainer.run_id=..."
             )
-        self._epoch, self._num_trained = state["epoch"], state["num_trained"]
+        self._epoch = state["epoch"]
+        self._num_trained = share_of([each["num_trained"] for each in states], self._rank, self._num_ranks)
         self._order = self._plan(self._epoch)  # none: the run had ended; it goes on if it has more passes now
         self._next = state["batch"]
 
-    def record(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
-        self._ledger.record_checkpoint(self._run_id, path, step, [], metrics=metrics)
+    def unsaved(self) -> list[str]:
+        return []
+
+    def saved(self) -> None:
+        """Nothing is leased."""
 
     def figures(self) -> dict[str, int]:
         steps = -(-len(self._order) // self._num_ranks)

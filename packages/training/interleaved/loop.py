@@ -131,13 +131,13 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     files = files_of("data.prompts", config.data.prompts)
     prompts, left_out = load_prompts(files, tokenizer, target.info.vocab_size, max_prompt_tokens)
     longest = max(len(prompt.token_ids) for prompt in prompts) + config.producer.max_tokens
-    channel = _channel(config.producer, config.features, config.data.batch_rows, longest, target.info)
+    channel = _channel(config.producer, config.features, shop.data_of_step.batch_rows, longest, target.info)
 
     store = MemoryStore(config.features.budget_mib << 20, dtype=ROW_DTYPE)
     ledger = Ledger(shop.run_dir / "ledger.sqlite", exists=store.exists)
     _begin_anew(ledger, run_id)
     arrivals = ChannelArrivals(channel.consumer, ledger, run_id, config.data.lease_timeout_s)
-    loader = OnlineStream(store, ledger, run_id, config.data, shop.check, config.trainer.seed, arrivals)
+    loader = OnlineStream(store, ledger, run_id, shop.data_of_step, shop.check, config.trainer.seed, arrivals)
     handover, turns = Handover(), TurnBox()
     trainer = make_trainer(shop, store, ledger, after_step=handover.after_step)
 

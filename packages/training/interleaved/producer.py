@@ -36,7 +36,7 @@ from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, S
 from training.config import ProducerConfig
 from training.data.batches import supervised
 from training.data.prompts import Prompt
-from training.learning.learner import Learner
+from training.learning.hedge import Learning
 
 LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop
 KEEP_HOUSE_EVERY = 64  # answers
@@ -73,7 +73,7 @@ class Handover:
         with self._lock:
             self._is_wanted = True
 
-    def after_step(self, learner: Learner) -> None:
+    def after_step(self, learner: Learning) -> None:
         """Between two steps of the trainer."""
         if self._is_wanted:
             newest = learner.served(), learner.num_steps

@@ -189,15 +189,24 @@ class Gate:
 
     # --- judging ---
 
-    def judge(self, candidate: Path) -> Verdict | None:
-        """The candidate in this directory against the baseline; None while there are too few held-out rows to say anything."""
+    def acceptance_length(self, model: eagle3.Eagle3Model) -> float | None:
+        """Of a drafter on the held-out rows that `judge` would take; None while there are too few."""
+        rows = self._heldout()
+        if len(rows) < self._config.min_heldout_rows:
+            return None
+        return total(evaluate(model, rows, self._config.draft_tokens, self._target)).mean_acceptance_length
+
+    def judge(self, candidate: Path, num_compared: int = 1) -> Verdict | None:
+        """The candidate in this directory against the baseline; None while there are too few held-out rows to say anything.
+        num_compared: of how many it is the best on the same rows; the bound allows for all of them."""
         rows = self._heldout()
         if len(rows) < self._config.min_heldout_rows:
             return None
         served = self.baseline()
+        confidence = 1 - (1 - self._config.confidence) / num_compared
         counts = evaluate(self._load(candidate), rows, self._config.draft_tokens, self._target)
         baseline, before = self._baseline_counts(served, rows)
-        bound = lower_bound(counts, before, confidence=self._config.confidence, resamples=self._config.resamples, seed=self._seed)
+        bound = lower_bound(counts, before, confidence=confidence, resamples=self._config.resamples, seed=self._seed)
         after, was = total(counts), total(before)
         slices = compare_slices(rows, counts, before, min_rows=self._config.min_heldout_rows)
         metrics = {

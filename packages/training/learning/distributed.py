@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -74,10 +74,10 @@ class World:
                 self._wait(dist.all_reduce(tensor, async_op=True))
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, by rank, on every rank."""
+        """The values of all ranks, by rank, on every rank: JSON, and choices by their value."""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps(value, default=lambda choice: choice.value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
         self.add_up(lengths)
@@ -99,15 +99,16 @@ class World:
         if self.is_first:
             self.any(False)
 
-    def check_same(self, what: str, value: Any) -> None:
-        """ConfigError, on every rank, if this JSON value is not the same on all of them."""
-        values = self.gather(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ConfigError(
-                    f"{what} is {values[0]!r} on rank 0 and {other!r} on rank {rank}; give all ranks of a run the same settings, "
-                    "and a state_dir and a model that all of them see."
-                )
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """ConfigError, on every rank, if these JSON values, by what they are, differ between ranks."""
+        every = self.gather(dict(values))
+        for rank, others in enumerate(every):
+            for what, first in every[0].items():
+                if others[what] != first:
+                    raise ConfigError(
+                        f"{what} is {first!r} on rank 0 and {others[what]!r} on rank {rank}; give all ranks of a run the same "
+                        "settings, and a state_dir and a model that all of them see."
+                    )
 
     # --- failures ---
 

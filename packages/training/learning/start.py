@@ -22,7 +22,9 @@ from training.config import TrainerConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check
 from training.judging.gate import NGRAM, Baseline, Versions
-from training.learning.learner import Learner, conditioning
+from training.learning.distributed import ALONE, World
+from training.learning.hedge import Learning, begin
+from training.learning.learner import conditioning
 from training.learning.target_weights import TargetWeights
 
 AUTO, SCRATCH = "auto", "scratch"
@@ -55,8 +57,10 @@ def _active_or_embedded(registry: Versions, target: TargetWeights) -> Path | Non
     return registry.path(active)
 
 
-def continue_from(directory: Path, target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow]) -> Learner:
-    """A learner on the drafter in this directory. rows: the first of the traffic, for the conditioning."""
+def continue_from(
+    directory: Path, target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow], world: World = ALONE
+) -> Learning:
+    """A learner on the drafter in this directory. rows: the first of this rank's traffic, for the conditioning."""
     model = load(directory, target.embedding, dtype=torch.float32, device=target.device)
     layers = model.config.aux_layer_ids
     if layers is not None and layers != target.aux_layer_ids:
@@ -64,20 +68,22 @@ def continue_from(directory: Path, target: TargetWeights, config: TrainerConfig,
             f"The drafter in {directory} reads layers {list(layers)} of its target; {target.name} captures "
             f"{list(target.aux_layer_ids)}. Start from another one, or with trainer.init=scratch."
         )
-    return Learner(model, conditioning(model, rows), target, config, config.learning_rate or CONTINUE_RATE)
+    return begin(model, conditioning(model, rows, world), target, config, config.learning_rate or CONTINUE_RATE, world)
 
 
-def from_scratch(target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow]) -> Learner:
-    """A learner on a new drafter. rows: the first of the traffic, for the draft vocabulary and the conditioning."""
+def from_scratch(target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow], world: World = ALONE) -> Learning:
+    """A learner on a new drafter. rows: the first of this rank's traffic, for the draft vocabulary and the conditioning."""
     size = min(config.draft_vocab_size or DEFAULT_VOCABULARY_SIZE, target.vocab_size)
-    vocabulary = DraftVocabulary.from_token_counts(generated_counts(rows, target.vocab_size), size)
+    counts = generated_counts(rows, target.vocab_size)
+    world.add_up(counts)
+    vocabulary = DraftVocabulary.from_token_counts(counts, size)
     shape = Eagle3Config.for_target(target.config, size, aux_layer_ids=target.aux_layer_ids)
     model = Eagle3Model(shape, vocabulary, target.embedding)
     model.init_from_target(target.lm_head.float(), target.final_norm.float(), torch.Generator().manual_seed(config.seed))
-    scale = conditioning(model, rows)
+    scale = conditioning(model, rows, world)
     with torch.no_grad():
         model.fc.weight.mul_(scale)  # the random start is random where training sees it: behind the conditioning
-    return Learner(model.to(target.device), scale, target, config, config.learning_rate or SCRATCH_RATE)
+    return begin(model.to(target.device), scale, target, config, config.learning_rate or SCRATCH_RATE, world)
 
 
 def generated_counts(rows: Sequence[TrainingRow], vocab_size: int) -> torch.Tensor:

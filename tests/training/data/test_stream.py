@@ -10,25 +10,32 @@ from pathlib import Path
 import pytest
 
 from training.config import DataConfig
-from training.data.stream import OfflineStream, OnlineStream
+from training.data.stream import OnlineStream
 from training.learning.start import row_check
 
 
 @pytest.fixture
 def online(state) -> Callable[..., OnlineStream]:
-    def make(run_id: str = "run", seed: int = 0, **settings: object) -> OnlineStream:
+    def make(run_id: str = "run", seed: int = 0, rank: int = 0, num_ranks: int = 1, **settings: object) -> OnlineStream:
         config = DataConfig(**({"batch_rows": 4, "passes": 3, "fill_wait_s": 0.0} | settings))
-        return OnlineStream(state.store, state.ledger, run_id, config, row_check(state.target), seed)
+        check = row_check(state.target)
+        return OnlineStream(state.store, state.ledger, run_id, config, check, seed, rank=rank, num_ranks=num_ranks)
 
     return make
 
 
-def take(stream: OnlineStream | OfflineStream) -> list[str]:
+def take(stream: OnlineStream) -> list[str]:
     """Train on the next batch; its names."""
     rows = stream.next_batch()
     if rows:
         stream.trained(rows)
     return [row.sample_id for row in rows]
+
+
+def save(state, stream: OnlineStream, path: Path, step: int) -> None:
+    """As a trainer does with a checkpoint."""
+    state.ledger.record_checkpoint("run", path, step, stream.unsaved())
+    stream.saved()
 
 
 def damage(state, name: str) -> None:
@@ -92,9 +99,9 @@ def test_the_same_choice_after_a_checkpoint(state, online: Callable, tmp_path: P
     for _ in range(3):
         take(stream)
     remembered = stream.state()
-    stream.record(tmp_path, 3, {})
+    save(state, stream, tmp_path, 3)
     again = online(passes=5, seed=77)
-    again.restore(remembered)
+    again.restore([remembered])
     for _ in range(4):
         batch = take(stream)
         assert batch == take(again)
@@ -106,12 +113,12 @@ def test_replay_goes_on_without_rows_that_were_shed(state, online: Callable, tmp
     stream = online(passes=50)
     while set(dict(stream.state()["passes"])) != set(names):
         take(stream)
-    stream.record(tmp_path, 1, {})
+    save(state, stream, tmp_path, 1)
     state.store.delete(state.ledger.shed_durable(1))
     for _ in range(8):
         assert names[0] not in take(stream)
     again = online(passes=50)
-    again.restore(stream.state())
+    again.restore([stream.state()])
     assert names[0] not in dict(again.state()["passes"])
 
 
@@ -125,7 +132,7 @@ def test_replay_goes_on_without_rows_that_were_damaged(state, online: Callable, 
         damage(state, name)
     for _ in range(8):
         assert not set(names[:2]) & set(take(stream))
-    stream.record(tmp_path, 1, {})
+    save(state, stream, tmp_path, 1)
     damage(state, names[2])
     for _ in range(8):
         assert names[2] not in take(stream)
@@ -176,7 +183,7 @@ def test_rows_whose_lease_ran_out_are_not_taken_twice(state, online: Callable, t
     assert state.ledger.recover("run") == 4
     assert len(take(stream)) == 4
     assert dict(stream.state()["passes"]) == dict.fromkeys(names, 2)
-    stream.record(tmp_path, 2, {})
+    save(state, stream, tmp_path, 2)
     assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
 
 
@@ -187,52 +194,43 @@ def test_rows_that_left_the_replay_are_not_taken_twice_either(state, online: Cal
     assert take(stream) + take(stream) == names
     assert state.ledger.recover("run") == 8
     assert take(stream) == []
-    stream.record(tmp_path, 2, {})
+    save(state, stream, tmp_path, 2)
     assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
     assert stream.state()["num_admitted"] == 8
 
 
-def test_offline_shuffles_each_epoch_and_leaves_out_damaged_rows(state) -> None:
-    names = state.add(range(9))
-    damage(state, "train-3")
-    foreign = state.store.put(state.meta("foreign", target_fingerprint="0" * 16), state.row(1))
-    short = state.store.put(state.meta("short"), state.row(1, num_generated=1))
-    for ref in (foreign, short):
-        state.ledger.commit(ref, "train")
-    config = DataConfig(batch_rows=4, passes=2)
-    stream = OfflineStream(state.store, state.ledger, "run", config, row_check(state.target), 0)
-    batches = []
-    while not stream.is_exhausted():
-        if batch := take(stream):
-            batches.append(batch)
-    assert Counter(name for batch in batches for name in batch) == {name: 2 for name in names if name != "train-3"}
-    assert batches[0] != batches[len(batches) // 2]
-    assert state.ledger.status()["pending"] == 11
-    assert (stream.figures()["rows"], stream.figures()["rows_left_out"]) == (8, 3)
+# --- several ranks ---
 
 
-@pytest.mark.parametrize("num_damaged", [1, 3, 4])
-def test_offline_epochs_go_on_when_the_last_rows_of_one_are_damaged(state, num_damaged: int) -> None:
-    names = state.add(range(4))
-    stream = OfflineStream(state.store, state.ledger, "run", DataConfig(batch_rows=1, passes=3), row_check(state.target), 0)
-    damaged = stream.state()["left"][-num_damaged:]
-    for name in damaged:
-        damage(state, name)
-    trained: Counter[str] = Counter()
-    while not stream.is_exhausted():
-        trained.update(take(stream))
-    assert trained == {name: 3 for name in names if name not in damaged}
+def test_ranks_share_the_rows_of_a_run_and_one_checkpoint_holds_them_all(state, online: Callable, tmp_path: Path) -> None:
+    names = state.add(range(10))
+    first, second = online(num_ranks=2), online(rank=1, num_ranks=2)
+    shares = [take(first), take(second), take(first), take(second)]
+    assert [len(share) for share in shares] == [4, 4, 4, 4]  # the last two in part from their own replay
+    assert sorted({name for share in shares for name in share}) == sorted(names)
+    assert not (set(shares[0]) | set(shares[2])) & (set(shares[1]) | set(shares[3]))
+    state.ledger.record_checkpoint("run", tmp_path, 2, first.unsaved() + second.unsaved())
+    assert state.ledger.consumption("run") == dict.fromkeys(names, 1)
+    assert state.ledger.status()["leased"] == 0
 
 
-def test_offline_more_passes_later_are_more_epochs(state) -> None:
-    state.add(range(3))
+def test_a_run_that_begins_again_takes_back_what_all_its_ranks_held(state, online: Callable) -> None:
+    names = state.add(range(8))
+    assert take(online(num_ranks=2)) + take(online(rank=1, num_ranks=2)) == names
+    assert take(online()) == names[:4]
 
-    def make(passes: int) -> OfflineStream:
-        config = DataConfig(batch_rows=4, passes=passes)
-        return OfflineStream(state.store, state.ledger, "run", config, row_check(state.target), 0)
 
-    stream = make(2)
-    assert [len(take(stream)), len(take(stream)), stream.is_exhausted()] == [3, 3, True]
-    again = make(3)
-    again.restore(stream.state())
-    assert [len(take(again)), again.is_exhausted()] == [3, True]
+@pytest.mark.parametrize("num_after", [1, 2, 3])
+def test_another_number_of_ranks_deals_the_replay_out_anew(state, online: Callable, tmp_path: Path, num_after: int) -> None:
+    names = state.add(range(8))
+    before = [online(rank=rank, num_ranks=2, passes=9) for rank in range(2)]
+    for stream in before:
+        take(stream)
+    state.ledger.record_checkpoint("run", tmp_path, 2, [name for stream in before for name in stream.unsaved()])
+    after = [online(rank=rank, num_ranks=num_after, passes=9, seed=5) for rank in range(num_after)]
+    for stream in after:
+        stream.restore([each.state() for each in before])
+    passes = [dict(stream.state()["passes"]) for stream in after]
+    assert sorted(name for share in passes for name in share) == sorted(names)
+    assert max(len(share) for share in passes) - min(len(share) for share in passes) <= 1
+    assert sum(stream.figures()["rows_admitted"] for stream in after) == 8

@@ -23,6 +23,7 @@ from runtime.config import (
 )
 from runtime.features.ledger import LONGEST_LEASE_S
 from training.interchange.config import ExportConfig, InterchangeConfig
+from training.judging.config import EvaluateConfig
 from training.reporting.config import TrackerConfig
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -296,6 +297,7 @@ class TrainingConfig:
     producer: ProducerConfig = field(default_factory=ProducerConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)  # capture
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)  # mode=evaluate
     export: ExportConfig = field(default_factory=ExportConfig)  # mode=export
     interchange: InterchangeConfig = field(default_factory=InterchangeConfig)  # mode=import
     mode: Mode = Mode.ONLINE
@@ -312,6 +314,8 @@ class TrainingConfig:
         ok = (self.mode in (Mode.INTERLEAVED, Mode.CAPTURE)) == (self.data.prompts is not None)
         expected = "a file of conversations with mode=interleaved or mode=capture, and null in other modes"
         require(ok, "data.prompts", self.data.prompts, expected)
+        ok = (self.mode is Mode.EVALUATE) == bool(self.evaluate.prompts)
+        require(ok, "evaluate.prompts", self.evaluate.prompts, "a list of files with mode=evaluate, and empty in other modes")
         ok = self.data.corpus is None or self.mode is Mode.OFFLINE
         require(ok, "data.corpus", self.data.corpus, "null unless mode=offline")
         ok = self.source is None or self.mode is Mode.ONLINE

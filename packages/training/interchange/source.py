@@ -46,35 +46,40 @@ class Found:
 
 
 @contextmanager
-def find_drafter(word: str, registry: Registry, runs: Path, target: TargetWeights, trainer: TrainerConfig) -> Iterator[Found]:
-    """The drafter; of a run it is there while this is open. ConfigError or DrafterRejected in one sentence if there is none."""
+def find_drafter(
+    word: str, registry: Registry, runs: Path, target: TargetWeights, trainer: TrainerConfig, setting: str = "export.drafter"
+) -> Iterator[Found]:
+    """The drafter; of a run it is there while this is open. ConfigError or DrafterRejected in one sentence if there is none.
+
+    setting: where the word was given.
+    """
     run_dir = runs / word
     if word == EMBEDDED:
         path = embedded.path_for(target.name)
         if path is None:
-            raise ConfigError(f"export.drafter is {word!r}, and none ships for {target.name}; give a version or a directory.")
+            raise ConfigError(f"{setting} is {word!r}, and none ships for {target.name}; give a version or a directory.")
         yield Found(path, None, None, None)
     elif word == ACTIVE or _VERSION_ID.fullmatch(word):
-        yield _version(word, registry, runs)
+        yield _version(word, registry, runs, setting)
     elif "/" not in word and (run_dir / "checkpoints").is_dir():
         with temporary_directory(run_dir) as candidate:
-            step = _export_run(run_dir, candidate, target, trainer)
+            step = _export_run(run_dir, candidate, target, trainer, setting)
             yield Found(candidate, None, run_dir, step)
     else:
-        directory = absolute("export.drafter", word)
+        directory = absolute(setting, word)
         if not directory.is_dir():
             raise ConfigError(
-                f"export.drafter is {word!r}; it must be active, embedded, a version of {registry.root}, a run of {runs} with a "
+                f"{setting} is {word!r}; it must be active, embedded, a version of {registry.root}, a run of {runs} with a "
                 "checkpoint, or a checkpoint directory."
             )
         manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).exists() else None
         yield Found(directory, manifest, *((None, None) if manifest is None else _made_by(manifest.version, runs)))
 
 
-def _version(word: str, registry: Registry, runs: Path) -> Found:
+def _version(word: str, registry: Registry, runs: Path, setting: str) -> Found:
     version = registry.active() if word == ACTIVE else word
     if version is None:
-        raise ConfigError(f"export.drafter is {word!r}, and no version of {registry.root} is active; name one, or a directory.")
+        raise ConfigError(f"{setting} is {word!r}, and no version of {registry.root} is active; name one, or a directory.")
     record = registry.get(version)
     run_dir, step = _made_by(version, runs)
     return Found(record, record.manifest, run_dir, step)
@@ -89,15 +94,15 @@ def _made_by(version: str, runs: Path) -> tuple[Path | None, int | None]:
     return None, None
 
 
-def _export_run(run_dir: Path, directory: Path, target: TargetWeights, trainer: TrainerConfig) -> int:
+def _export_run(run_dir: Path, directory: Path, target: TargetWeights, trainer: TrainerConfig, setting: str) -> int:
     finished = sorted((run_dir / "checkpoints").glob("step-*"))
     if not finished:
-        raise ConfigError(f"export.drafter is {run_dir.name!r}, and that run has made no checkpoint yet; give another drafter.")
+        raise ConfigError(f"{setting} is {run_dir.name!r}, and that run has made no checkpoint yet; give another drafter.")
     tensors, state = checkpoint.load(finished[-1])
     made_for = state["structure"]["model fingerprint"]
     if made_for != target.fingerprint:
         raise ConfigError(
-            f"export.drafter is {run_dir.name!r}, a run for target {made_for}; {target.name} is {target.fingerprint}. Give the "
+            f"{setting} is {run_dir.name!r}, a run for target {made_for}; {target.name} is {target.fingerprint}. Give the "
             "run's own model."
         )
     if any(name.endswith(f".{AVERAGE}") for name in tensors):  # what the run would publish is its average

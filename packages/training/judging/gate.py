@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from runtime import eagle3
@@ -30,6 +29,7 @@ from runtime.registry import VersionRecord, VersionState
 from training.config import GateConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check, read_row
+from training.judging import bootstrap
 from training.judging.simulation import Counts, TargetView, depth_acceptance, evaluate, evaluate_ngram, total
 
 logger = logging.getLogger(__name__)
@@ -67,15 +67,8 @@ def lower_bound(
     candidate: Sequence[Counts], baseline: Sequence[Counts], *, confidence: float, resamples: int, seed: int
 ) -> float:
     """One-sided lower confidence bound of candidate's acceptance length minus baseline's, by a paired bootstrap over rows."""
-    counts = np.array(
-        [[a.num_accepted, a.num_steps, b.num_accepted, b.num_steps] for a, b in zip(candidate, baseline, strict=True)],
-        dtype=float,
-    )  # [rows, 4]
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=resamples)  # [resamples, rows]
-    accepted_a, steps_a, accepted_b, steps_b = (weights @ counts).T
-    differences = accepted_a / np.maximum(steps_a, 1) - accepted_b / np.maximum(steps_b, 1)
-    return float(np.quantile(differences, 1.0 - confidence, method="lower"))
+    ours, theirs = ([(each.num_accepted, each.num_steps) for each in counts] for counts in (candidate, baseline))
+    return bootstrap.lower(bootstrap.differences(ours, theirs, resamples=resamples, seed=seed), confidence)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.eagle3 import load, version_id
+from runtime.features.sampling import labelled
 from runtime.registry import Registry, VersionState
-from runtime.types import SpeculationStats
+from runtime.types import SamplingParams, SpeculationStats
 from training.app import run
 from training.config import GateConfig
 from training.judging.gate import NGRAM, Baseline, Gate, lower_bound
@@ -209,6 +211,67 @@ def test_unreadable_baseline_gives_way_to_ngram_lookup(state, learner: Learner, 
     gate, _ = make_gate(state, start=Baseline("gone", tmp_path / "gone"))
     verdict = gate.judge(export(learner, tmp_path / "candidate"))
     assert (verdict.baseline.version, verdict.is_better) == (NGRAM, True)
+
+
+# --- slices ---
+
+
+def add_slice(state, name: str, salt: int, seeds: range) -> None:
+    """Held-out rows of a slice whose text follows a rule of its own."""
+    for seed in seeds:
+        row = replace(state.row(seed, salt=salt), labels={"slice": name})
+        state.ledger.commit(state.store.put(state.meta(f"{name}-{seed}"), row), "heldout")
+
+
+def teach(learner: Learner, state, salt: int, num_steps: int) -> None:
+    for _ in range(num_steps):
+        learner.step(state.rows(range(12), salt=salt))
+
+
+def test_what_forgets_a_slice_is_kept_back(state, tmp_path: Path) -> None:
+    add_slice(state, "old", 3, range(40, 46))
+    add_slice(state, "new", 0, range(40, 52))
+    config = state.config(trainer__learning_rate=3e-3).trainer
+    learner = from_scratch(state.target, config, state.rows(range(12)) + state.rows(range(12), salt=3))
+    teach(learner, state, 3, 40)
+    start = export(learner, tmp_path / "start")
+    teach(learner, state, 0, 60)  # and nothing of the old rule any more
+    candidate = export(learner, tmp_path / "candidate")
+
+    served = Baseline(version_id(start), start)
+    verdict = make_gate(state, start=served)[0].judge(candidate)
+    old = {key: verdict.metrics[f"slice/old/{key}"] for key in ("rows", "acceptance_length", "baseline_acceptance_length")}
+    assert old["rows"] == 6
+    assert old["acceptance_length"] < 0.97 * old["baseline_acceptance_length"]
+    assert verdict.metrics["slice/new/acceptance_length"] > verdict.metrics["slice/new/baseline_acceptance_length"]
+    assert verdict.metrics["lower_bound"] > 0, "over all it is better"
+    assert not verdict.is_better
+    assert "loses more than 3.0% on slices: 'old'" in verdict.reason
+
+    assert make_gate(state, start=served, max_slice_loss=1.0)[0].judge(candidate).is_better
+    few = make_gate(state, start=served, min_heldout_rows=7)[0].judge(candidate)
+    assert few.is_better, "6 rows of the old slice are too few to say anything"
+    assert "slice/old/rows" not in few.metrics
+
+
+def test_slices_have_as_many_of_the_judges_as_others(state, tmp_path: Path, learner: Learner) -> None:
+    """A slice that came last does not push the others out."""
+    add_slice(state, "old", 0, range(40, 44))
+    add_slice(state, "new", 0, range(44, 60))
+    gate, _ = make_gate(state, max_heldout_rows=8, min_heldout_rows=4)
+    metrics = gate.judge(export(learner, tmp_path / "candidate")).metrics
+    assert (metrics["slice/old/rows"], metrics["slice/new/rows"], metrics["heldout_rows"]) == (4, 4, 8)
+
+
+def test_sampled_rows_are_judged_by_what_is_expected(state, tmp_path: Path, learner: Learner) -> None:
+    """The same rows, said to be sampled by a target that is sure of them: a drafter that is less sure gets less."""
+    candidate, lengths = export(learner, tmp_path / "candidate"), []
+    for labels in ({}, labelled({}, SamplingParams())):
+        for seed in range(40, 48):
+            row = replace(state.row(seed), labels=labels)
+            state.ledger.commit(state.store.put(state.meta(f"row-{seed}-{len(labels)}"), row), "heldout")
+        lengths.append(make_gate(state, max_heldout_rows=8)[0].judge(candidate).metrics["acceptance_length"])
+    assert 1 < lengths[1] < lengths[0]
 
 
 # --- whole runs ---

@@ -32,6 +32,7 @@ from runtime.features.store import FeatureStore
 from runtime.files import TEMPORARY_PREFIX
 from runtime.models import absolute, home
 from training.assembly import Workshop, make_trainer, prepare
+from training.capture.run import capture
 from training.config import Mode, TrainingConfig
 from training.data.offline import OfflineStream
 from training.data.stream import OnlineStream
@@ -50,7 +51,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Command = Callable[[TrainingConfig, Path, Console, threading.Event], int]
 """(settings, state directory, where to show progress, asks for an early end) -> exit status."""
 
-COMMANDS: Mapping[Mode, Command] = {Mode.EXPORT: export_drafter, Mode.IMPORT: import_drafter}
+COMMANDS: Mapping[Mode, Command] = {Mode.CAPTURE: capture, Mode.EXPORT: export_drafter, Mode.IMPORT: import_drafter}
 """Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
 
 

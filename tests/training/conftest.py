@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,3 +183,85 @@ class State:
 def state(tmp_path: Path, tiny: ResolvedModel, target: TargetWeights, monkeypatch: pytest.MonkeyPatch) -> State:
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tiny.path.parent / "home"))
     return State(tmp_path / "state", tiny, target)
+
+
+# --- processes that are really killed ---
+
+# Imports once, then forks a real trainer process for each configuration of a line that it reads: what is killed is a process.
+NURSERY = """
+import json, os, sys
+import torch
+torch.set_num_threads(1)
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from training.app import run
+from training.config import TrainingConfig
+
+def begin(work):
+    if isinstance(work, str):
+        exec(work, {})
+        return 0
+    return run(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainingConfig), work)))
+
+for line in sys.stdin:
+    pids = []
+    for work, environment in json.loads(line):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ.update(environment)
+            os._exit(begin(work))
+    print(json.dumps(pids), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+
+
+class Nursery:
+    def __init__(self, process: subprocess.Popen[str], said: Path) -> None:
+        self._process = process
+        self.said = said
+
+    def start(self, config: object) -> int:
+        """Begin a trainer; its process id."""
+        return self._start([(config, {})])[0]
+
+    def start_ranks(self, *works: object) -> list[int]:
+        """Begin as many processes as there are works, that find each other as torchrun lets them; their ids. A work is settings
+        of a trainer, or Python code."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            size = str(len(works))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": size}
+        ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size} for rank in range(len(works))]
+        return self._start(list(zip(works, ranks, strict=True)))
+
+    def _start(self, processes: list[tuple[object, dict[str, str]]]) -> list[int]:
+        line = [
+            [work if isinstance(work, str) else dataclasses.asdict(work), environment]  # type: ignore[call-overload]
+            for work, environment in processes
+        ]
+        self._process.stdin.write(json.dumps(line, default=lambda value: value.value) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def result(self) -> int:
+        """Its exit code, once it ended; negative: the signal."""
+        return self.results()[0]
+
+    def results(self) -> list[int]:
+        """Of all ranks."""
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def nursery(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    said = tmp_path_factory.mktemp("nursery") / "stderr"
+    environment = {**os.environ, "SLIPSTREAM_HOME": str(tiny.path.parent / "home"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", NURSERY]
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        ) as process,
+    ):
+        yield Nursery(process, said)
+        process.stdin.close()

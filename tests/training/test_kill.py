@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from runtime.registry import Registry
 
-# Imports once, then forks one real trainer process per configuration that it reads: what is killed is a whole process.
-NURSERY = """
-import json, os, sys
-import torch
-torch.set_num_threads(1)
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-from training.app import run
-from training.config import TrainingConfig
 
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(run(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainingConfig), json.loads(line)))))
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-class Nursery:
-    def __init__(self, process: subprocess.Popen[str], said: Path) -> None:
-        self._process = process
-        self.said = said
-
-    def start(self, config: object) -> int:
-        """Begin a trainer; its process id."""
-        settings = dataclasses.asdict(config)  # type: ignore[call-overload]
-        self._process.stdin.write(json.dumps(settings, default=lambda value: value.value) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def result(self) -> int:
-        """Its exit code, once it ended; negative: the signal."""
-        return int(self._process.stdout.readline())
-
-
-@pytest.fixture(scope="module")
-def nursery(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    said = tmp_path_factory.mktemp("nursery") / "stderr"
-    environment = {**os.environ, "SLIPSTREAM_HOME": str(tiny.path.parent / "home"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", NURSERY]
-    with (
-        said.open("w") as stderr,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        ) as process,
-    ):
-        yield Nursery(process, said)
-        process.stdin.close()
-
-
-def test_killed_at_any_instant_no_row_is_lost_or_counted_twice(state, nursery: Nursery) -> None:
+def test_killed_at_any_instant_no_row_is_lost_or_counted_twice(state, nursery) -> None:
     """Every step saves, judges and often publishes, so kills hit all of it; rows keep coming in between."""
     state.add(range(200, 206), split="heldout")
     names = state.add(range(8))
@@ -122,7 +67,7 @@ def wait_for_step(state, known: int) -> None:
         time.sleep(0.005)
 
 
-def test_rows_of_a_dead_run_come_back_to_another_one(state, nursery: Nursery) -> None:
+def test_rows_of_a_dead_run_come_back_to_another_one(state, nursery) -> None:
     """Another run takes over what the dead one leased, once the leases run out; what was durable stays the dead run's."""
     names = state.add(range(12))
     pid = nursery.start(state.config(data__lease_timeout_s=1.0, trainer__checkpoint_every_steps=1, data__batch_rows=2))

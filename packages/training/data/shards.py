@@ -12,7 +12,7 @@ import fcntl
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +32,14 @@ class TokenShards:
     """Makes such a directory, or goes on with one. For one process at a time."""
 
     def __init__(
-        self, directory: Path, origin: Mapping[str, Any], vocab_size: int, *, shard_tokens: int, flush_every_s: float
+        self,
+        directory: Path,
+        origin: Mapping[str, Any],
+        vocab_size: int,
+        *,
+        shard_tokens: int,  # a shard is written when it has so many,
+        flush_every_s: float,  # and after so long
+        counts: Callable[[], Mapping[str, Any]] = dict,  # what else the manifest is to say
     ) -> None:
         """ConfigError if the directory holds rows of another origin, or is not a directory of rows."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,11 +50,16 @@ class TokenShards:
         self._shard_tokens = shard_tokens
         self._flush_every_s = flush_every_s
         self._shards: list[dict[str, Any]] = []
-        self.known: set[str] = set()  # names of rows that are there
+        self._counts = counts
+        self._known: set[str] = set()  # names of rows that are there
         self._rows: list[TokenRow] = []  # not written yet
         self._num_tokens = 0
         self._flushed_at = time.monotonic()
-        self._go_on()
+        try:
+            self._go_on()
+        except BaseException:
+            self._lock.close()
+            raise
 
     def _go_on(self) -> None:
         for leftover in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
@@ -64,7 +76,7 @@ class TokenShards:
         elif files:
             raise ConfigError(f"{self.directory} holds shards and no {MANIFEST}; give another directory.")
         else:
-            self._write_manifest({})
+            self._write_manifest()
         for path in files:
             self._enter(path, read_shard(path))
 
@@ -81,19 +93,24 @@ class TokenShards:
                 "rows_by_slice": dict(Counter(label for _, _, label in corpus.labels)),
             }
         )
-        self.known |= {name_of(source, part) for source, part, _ in corpus.labels}
+        self._known |= {name_of(source, part) for source, part, _ in corpus.labels}
 
-    def add(self, row: TokenRow) -> None:
-        """Take a row of a name that is not known yet; on disk with the next shard."""
-        assert row.name not in self.known, row.name
-        self.known.add(row.name)
-        self._rows.append(row)
-        self._num_tokens += len(row.token_ids)
+    def is_known(self, name: str) -> bool:
+        """Whether the row of this name was taken, now or by a maker before this one."""
+        return name in self._known
+
+    def add(self, rows: Sequence[TokenRow]) -> None:
+        """Take rows of names that are not known yet; on disk with the next shard, all of them in the same."""
+        for row in rows:
+            assert row.name not in self._known, row.name
+            self._known.add(row.name)
+            self._num_tokens += len(row.token_ids)
+        self._rows += rows
         if self._num_tokens >= self._shard_tokens or time.monotonic() - self._flushed_at >= self._flush_every_s:
             self.flush()
 
-    def flush(self, counts: Mapping[str, Any] | None = None) -> None:
-        """Everything is durable when this returns. counts: what else there is to say, for the manifest."""
+    def flush(self) -> None:
+        """Everything is durable when this returns."""
         if self._rows:
             corpus = Corpus.of(self._rows, self._vocab_size)
             path = self.directory / f"shard-{len(self._shards):05d}.safetensors"
@@ -101,15 +118,15 @@ class TokenShards:
             self._enter(path, corpus)
             self._rows.clear()
             self._num_tokens = 0
-        self._write_manifest(counts)
+        self._write_manifest()
         self._flushed_at = time.monotonic()
 
     def totals(self) -> dict[str, int]:
         return {name: sum(shard[name] for shard in self._shards) for name in ("rows", "tokens", "generated_tokens")}
 
-    def _write_manifest(self, counts: Mapping[str, Any] | None) -> None:
+    def _write_manifest(self) -> None:
         manifest = {"format": FORMAT, "origin": self._origin, "totals": self.totals(), "shards": self._shards}
-        write_atomic(self.directory / MANIFEST, dump_json({**manifest, "counts": dict(counts or {})}))
+        write_atomic(self.directory / MANIFEST, dump_json({**manifest, "counts": dict(self._counts())}))
 
     def __enter__(self) -> Self:
         return self

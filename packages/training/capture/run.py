@@ -1,0 +1,231 @@
+"""`python -m training mode=capture`: rows for later runs, from prompts that the target answers or conversations that it reads.
+
+    data.prompts -> answers (or the assistant's own turns) -> shards of token rows, or rows with hidden states
+
+Killed at any instant it goes on where it was: what is on disk is not made again, and the rest comes out as it would have.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from runtime.backends import load_target
+from runtime.backends.transformers.loading import choose_device
+from runtime.backends.transformers.packed import load_packed
+from runtime.config import DrafterConfig, SessionsConfig, StoreKind, require
+from runtime.engine.build import load_drafter
+from runtime.engine.local import LocalEngine
+from runtime.errors import ConfigError
+from runtime.features.plane import open_feature_plane
+from runtime.files import sha256_of
+from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
+from training.capture.answers import Answers
+from training.capture.features import FeatureSink
+from training.config import Output, TrainingConfig
+from training.data.conversations import files_of
+from training.data.corpus import encode_files
+from training.data.prompts import load_prompts
+from training.data.shards import TokenShards
+from training.data.tokens import Corpus, TokenRow
+from training.learning.target_weights import load_target_weights
+from training.reporting.bar import Bar
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where rows go."""
+
+    def is_known(self, name: str) -> bool:
+        """Whether the row of this name was taken, by this process or one before it."""
+        ...
+
+    def add(self, rows: Sequence[TokenRow]) -> None: ...
+
+    def flush(self) -> None:
+        """Everything taken is on disk when this returns."""
+        ...
+
+
+@dataclass
+class Made:
+    """What became of the prompts, in this process."""
+
+    rows: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+    found: int = 0  # dialogues or rows that were there already
+    left_out: Counter[str] = field(default_factory=Counter)  # by reason
+    truncated: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def add(self, rows: Sequence[TokenRow]) -> None:
+        self.rows += len(rows)
+        self.tokens += sum(len(row.token_ids) for row in rows)
+        self.generated_tokens += sum(row.num_generated for row in rows)
+
+    def told(self) -> str:
+        parts = [f"{self.rows} rows of {self.tokens} tokens, {self.generated_tokens} of them to learn from"]
+        parts += [f"{self.found} were there already"] if self.found else []
+        parts += [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(self.truncated.items())]
+        parts += [f"{count} left out: {reason.replace('_', ' ')}" for reason, count in sorted(self.left_out.items())]
+        return ", ".join(parts)
+
+
+def capture(config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> int:
+    """Make the rows that the settings ask for; 0, also after a stop that was asked for."""
+    job = _Job(config, state_dir, console, stop)
+    with job.sink() as (sink, where):
+        try:
+            job.answer(sink) if config.answers.generate else job.read(sink)
+        finally:
+            sink.flush()
+    logger.info("%s: %s; rows lie in %s", "stopped" if stop.is_set() else "all rows made", job.made.told(), where)
+    return 0
+
+
+class _Job:
+    def __init__(self, config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> None:
+        assert config.data.prompts is not None  # checked by TrainingConfig
+        self._config = config
+        self._state_dir = state_dir
+        self._console = console
+        self._stop = stop
+        self._resolved: ResolvedModel = resolve(config.model.name)
+        self._tokenizer = Tokenizer.load(self._resolved.path)
+        self._files = files_of("data.prompts", config.data.prompts)
+        self.made = Made()
+
+    # --- where rows go ---
+
+    @contextmanager
+    def sink(self) -> Iterator[tuple[Sink, Path]]:
+        with ExitStack() as stack:
+            yield self._shards(stack) if self._config.answers.output is Output.TOKENS else self._plane(stack)
+
+    def _shards(self, stack: ExitStack) -> tuple[Sink, Path]:
+        answers, name = self._config.answers, self._config.trainer.name
+        given = answers.directory
+        directory = self._state_dir / "tokens" / name if given is None else absolute("answers.directory", given)
+        shards = TokenShards(
+            directory,
+            self._origin(),
+            self._vocab_size(),
+            shard_tokens=answers.shard_tokens,
+            flush_every_s=answers.flush_every_s,
+            counts=lambda: {"left_out": dict(self.made.left_out), "truncated": dict(self.made.truncated)},
+        )
+        return stack.enter_context(shards), directory
+
+    def _plane(self, stack: ExitStack) -> tuple[Sink, Path]:
+        config = self._config.features
+        is_shared = config.store is not StoreKind.MEMORY
+        require(is_shared, "features.store", config.store.value, "directory or mooncake: no other process reads a memory")
+        root = self._state_dir / "features" if config.root is None else absolute("features.root", config.root)
+        store, ledger = open_feature_plane(root, config)
+        stack.callback(store.close)
+        stack.callback(ledger.close)
+        sink = FeatureSink(
+            load_packed(self._config.model, self._resolved),
+            store,
+            ledger,
+            load_target_weights(self._resolved, choose_device(self._config.model.device)),
+            run_id=self._config.trainer.name,
+            heldout_fraction=self._config.data.heldout_fraction,
+            max_batch_tokens=self._config.data.max_batch_tokens,
+        )
+        return sink, root
+
+    def _vocab_size(self) -> int:
+        return load_target_weights(self._resolved, choose_device("cpu")).vocab_size
+
+    def _origin(self) -> dict[str, Any]:
+        """What all rows of one directory have in common."""
+        answers = self._config.answers
+        made = {"temperatures": answers.temperatures, "max_tokens": answers.max_tokens, "seed": self._config.trainer.seed}
+        return {
+            "model": self._resolved.name,
+            "target_fingerprint": self._resolved.fingerprint,
+            "tokenizer_hash": self._tokenizer.hash,
+            "vocabulary_hash": self._tokenizer.vocabulary_hash,
+            "template_hash": self._tokenizer.template_hash,
+            "longest_row": self._config.data.max_tokens,
+            "files": {path.name: sha256_of(path) for path in self._files if path.is_file()},
+            "answers": made if answers.generate else None,
+        }
+
+    # --- where they come from ---
+
+    def answer(self, sink: Sink) -> None:
+        """The target answers the prompts."""
+        config = self._config
+        target = load_target(config.backend, config.model, self._resolved)
+        longest = min(target.info.max_positions, config.data.max_tokens)
+        room = longest - config.answers.max_tokens
+        require(room >= 1, "answers.max_tokens", config.answers.max_tokens, f"below {longest}, the tokens that a row may have")
+        prompts, self.made.left_out = load_prompts(self._files, self._tokenizer, target.info.vocab_size, room)
+        sessions = SessionsConfig(
+            max_sessions=2 * config.answers.concurrency,
+            max_batch_sessions=config.answers.concurrency,
+            kv_budget_mib=config.answers.kv_budget_mib,
+        )
+        drafter = load_drafter(DrafterConfig(), target)
+        engine = LocalEngine(target, drafter, self._tokenizer, config.speculation, sessions)
+        answers = Answers(engine, self._tokenizer, prompts, config.answers, config.trainer.seed, longest, self.made.left_out)
+        answers.skip(sink.is_known)
+        self.made.found = answers.num_done
+        engine.start()
+        with closing(_Stopped(engine)), Bar(self._console, "answers") as bar:
+            self._take(answers, sink, bar)
+
+    def _take(self, answers: Answers, sink: Sink, bar: Bar) -> None:
+        began = time.monotonic()
+        for rows in answers.rows(self._stop.is_set):
+            sink.add(rows)
+            self.made.add(rows)
+            rate = answers.num_generated / max(time.monotonic() - began, 1e-9)
+            left_out = sum(self.made.left_out.values())
+            bar.show(answers.num_done, answers.num_dialogues, f"{rate:.0f} tokens/s, {left_out} left out")
+
+    def read(self, sink: Sink) -> None:
+        """The assistant's turns are taken as they stand."""
+        max_tokens, cache = self._config.data.max_tokens, self._state_dir / "cache" / "tokens"
+        with Bar(self._console, "conversations") as bar:
+            found = encode_files("data.prompts", self._files, self._tokenizer, self._vocab_size(), max_tokens, cache, bar.show)
+        self.made.left_out, self.made.truncated = found.left_out, found.truncated
+        if not len(found.corpus):
+            raise ConfigError(
+                f"data.prompts is {self._config.data.prompts!r}, and leaves nothing to learn from ({found.told()})."
+            )
+        with Bar(self._console, "rows") as bar:
+            for done, row in enumerate(_rows_of(found.corpus)):
+                if self._stop.is_set():
+                    return
+                if sink.is_known(row.name):
+                    self.made.found += 1
+                    continue
+                sink.add([row])
+                self.made.add([row])
+                bar.show(done, len(found.corpus))
+
+
+class _Stopped:
+    """Ends an engine's life with a block."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.close = engine.stop
+
+
+def _rows_of(corpus: Corpus) -> Iterator[TokenRow]:
+    for r, (source, part, label) in enumerate(corpus.labels):
+        yield TokenRow(source, part, corpus.token_ids_of(r).tolist(), corpus.spans_of(r), slice=label)

@@ -22,16 +22,18 @@ import sys
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
@@ -46,23 +48,45 @@ _KEY_PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "safetenso
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def main(config_name: str, schema: type[Config], run: Callable[[Config], int]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Job(Generic[Config]):
+    """One configuration of a --multirun, and the overrides of the command line that it was composed with."""
+
+    config: Config
+    overrides: tuple[str, ...]
+
+
+def main(
+    config_name: str,
+    schema: type[Config],
+    run: Callable[[Config], int],
+    sweep: Callable[[Sequence[Job[Config]]], int] | None = None,
+) -> None:
     """Compose `configs/<config_name>.yaml` with the command line and exit with what `run` returns for the result.
 
-    With --multirun, `run` is called for one configuration after the other and the first exit code that is not 0 is kept.
-    `run` should import torch, not its module: idle OpenMP threads are told to sleep before torch starts them. Spinning, they
-    take a core each from the other program on the machine: two such processes on two cores slow each other tenfold and more.
+    With --multirun, `sweep` is given all of them; without one, `run` is called for one after the other and the first exit
+    code that is not 0 is kept. Both should import torch, not their modules: idle OpenMP threads are told to sleep before torch
+    starts them. Spinning, they take a core each from the other program on the machine: two such processes on two cores slow
+    each other tenfold and more.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    composed: list[DictConfig] = []
+    composed: list[tuple[DictConfig, tuple[str, ...], bool]] = []
+
+    def take(config: DictConfig) -> None:
+        job = HydraConfig.get()
+        given = typing.cast(list[str], OmegaConf.to_container(job.overrides.task, resolve=False))  # as they were written
+        composed.append((config, tuple(given), job.mode is RunMode.MULTIRUN))
+
     try:
         with _quiet_hydra(config_name, schema), _short_usage():
-            hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(composed.append)()
-        configurations = [_checked(one, schema) for one in composed]
+            hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(take)()
+        jobs = [Job(_checked(one, schema), overrides) for one, overrides, _ in composed]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         print(f"slipstream: {explain(error, schema)}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
-    codes = [_run(run, configuration) for configuration in configurations]
+    if sweep is not None and any(is_multirun for _, _, is_multirun in composed):
+        sys.exit(sweep(jobs))
+    codes = [told(run, job.config) for job in jobs]
     sys.exit(next((code for code in codes if code), 0))
 
 
@@ -84,7 +108,8 @@ def _names(node: DictConfig, settings: dict[str, Any], prefix: str = "") -> Iter
             yield from _names(child, settings, prefix=f"{name}.")
 
 
-def _run(run: Callable[[Config], int], configuration: Config) -> int:
+def told(run: Callable[[Config], int], configuration: Config) -> int:
+    """The exit status of a run; what it refuses is told on stderr."""
     try:
         return run(configuration)
     except SlipstreamError as error:

@@ -1,6 +1,8 @@
 """`python -m training`: the door. Settings come from configs/training.yaml, its groups, and the command line."""
 
-from runtime.configuration import main
+from collections.abc import Sequence
+
+from runtime.configuration import Job, main
 from training.config import TrainingConfig
 
 
@@ -10,5 +12,11 @@ def run(config: TrainingConfig) -> int:
     return run(config)
 
 
+def sweep(jobs: Sequence[Job[TrainingConfig]]) -> int:
+    from training.sweep import sweep
+
+    return sweep(jobs)
+
+
 if __name__ == "__main__":
-    main("training", TrainingConfig, run)
+    main("training", TrainingConfig, run, sweep)

@@ -55,13 +55,16 @@ COMMANDS: Mapping[Mode, Command] = {Mode.CAPTURE: capture, Mode.EXPORT: export_d
 """Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
 
 
-def run(config: TrainingConfig) -> int:
-    """Do what the mode says until its own end or a signal; 0 then."""
+def run(config: TrainingConfig, stop: threading.Event | None = None) -> int:
+    """Do what the mode says until its own end or a signal; 0 then. stop: set by such a signal, for who wants to know."""
     console = Console(stderr=True)
     _log_to(console)
-    state_dir = home() / "state" if config.state_dir is None else absolute("state_dir", config.state_dir)
+    state_dir = state_directory(config)
+    stop = stop or threading.Event()
     try:
-        return _run(config, state_dir, console) if config.mode.is_training else _command(config, state_dir, console)
+        with _stopping(STOP_SIGNALS, stop):
+            do = _run if config.mode.is_training else _command
+            return do(config, state_dir, console, stop)
     except (OSError, SafetensorError) as error:  # files are read elsewhere with their own words: this is about writing
         raise SlipstreamError(
             f"state_dir {state_dir} cannot be used ({error}); give a directory that can be written and has room. What a "
@@ -69,18 +72,21 @@ def run(config: TrainingConfig) -> int:
         ) from error
 
 
-def _command(config: TrainingConfig, state_dir: Path, console: Console) -> int:
+def state_directory(config: TrainingConfig) -> Path:
+    return home() / "state" if config.state_dir is None else absolute("state_dir", config.state_dir)
+
+
+def _command(config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> int:
     there = ", ".join(mode.value for mode in Mode if mode.is_training or mode in COMMANDS)
     require(config.mode in COMMANDS, "mode", config.mode.value, f"one of {there}")
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
-    with _stopping(STOP_SIGNALS) as stop:
-        return COMMANDS[config.mode](config, state_dir, console, stop)
+    return COMMANDS[config.mode](config, state_dir, console, stop)
 
 
-def _run(config: TrainingConfig, state_dir: Path, console: Console) -> int:
+def _run(config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> int:
     run_dir = state_dir / "training" / config.trainer.name
     trainer = config.trainer
-    with _stopping(STOP_SIGNALS) as stop, joined(trainer.parallel, config.model.device, trainer.rank_timeout_s) as world:
+    with joined(trainer.parallel, config.model.device, trainer.rank_timeout_s) as world:
         _take_a_modest_share(config, world)
         if world.is_first:
             _lead(config, state_dir, run_dir, console, stop, world)
@@ -197,9 +203,8 @@ def _only_one(run_dir: Path, run_id: str) -> Iterator[None]:
 
 
 @contextmanager
-def _stopping(signals: Sequence[signal.Signals]) -> Iterator[threading.Event]:
-    """An event that these signals set; a second one of them does what it usually does."""
-    stop = threading.Event()
+def _stopping(signals: Sequence[signal.Signals], stop: threading.Event) -> Iterator[None]:
+    """These signals set the event; a second one of them does what it usually does."""
     usual = {number: signal.getsignal(number) for number in signals}
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -210,7 +215,7 @@ def _stopping(signals: Sequence[signal.Signals]) -> Iterator[threading.Event]:
     for number in signals:
         signal.signal(number, ask)
     try:
-        yield stop
+        yield
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)

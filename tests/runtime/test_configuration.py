@@ -6,7 +6,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -177,6 +177,29 @@ def test_multirun_runs_one_after_the_other_and_keeps_the_first_failure(door: Doo
     seen = [(config.model.name, config.speculation.max_draft_tokens) for config in answer.configs]
     assert seen == [("tiny", 0), ("tiny", 3), ("smollm2-135m", 0), ("smollm2-135m", 3)]
     assert (answer.code, answer.stdout, answer.stderr) == (3, "", "")
+
+
+def test_multirun_can_be_one_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trial.yaml").write_text(PRIMARY)
+    swept: list[configuration.Job[Trial]] = []
+
+    def sweep(jobs: Sequence[configuration.Job[Trial]]) -> int:
+        swept.extend(jobs)
+        return 7
+
+    def knock(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["trial", "--config-dir", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            configuration.main("trial", Trial, lambda config: 3, sweep)
+        return int(exit_.value.code or 0)
+
+    assert knock("speculation.max_draft_tokens=2") == 3
+    assert swept == []
+    assert knock("-m", "model=tiny", "speculation.max_draft_tokens=0,3") == 7
+    assert [(job.config.speculation.max_draft_tokens, job.overrides) for job in swept] == [
+        (0, ("model=tiny", "speculation.max_draft_tokens=0")),
+        (3, ("model=tiny", "speculation.max_draft_tokens=3")),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["--info", "config"]])

@@ -1,7 +1,8 @@
-"""Processes to be killed: the two programs and a producer of rows, forked from one process that has imported everything.
+"""Processes to be killed: the two programs and a producer of rows.
 
-A real server or trainer takes seconds to import torch; forked, each is there at once, and hundreds of deaths fit into minutes.
-The mother runs no thread, so the forks are clean. Knows nothing of what is measured.
+Most are forked from one process that has imported everything: a server or trainer takes seconds to import torch; forked, each is
+there at once, and hundreds of deaths fit into minutes. The mother runs no thread, so the forks are clean. Others start cold,
+through the door that users take, imports and all. Knows nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -61,21 +62,51 @@ for line in sys.stdin:
 """
 
 
+_PRODUCER = """
+import sys
+from pathlib import Path
+import fault_processes
+
+sys.exit(fault_processes.produce(*map(Path, sys.argv[1:])))
+"""
+
+
 class Mother:
-    """Starts children. `imports_s`: what each of them was spared."""
+    """Starts children."""
 
     def __init__(self) -> None:
-        began = time.monotonic()
-        environment = {
+        self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MOTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", _MOTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment
         )
+        self._cold: dict[int, subprocess.Popen[bytes]] = {}
         self._line()
-        self.imports_s = time.monotonic() - began
+
+    def start_cold(self, program: str, settings: dict[str, Any], log: Path) -> int:
+        """A child that imports everything itself, as `python -m serving` and `python -m training` do; its process id."""
+        if program == "producer":
+            command = ["-c", _PRODUCER, settings["features"], settings["said"]]
+        else:
+            command = ["-m", program, *_overrides(settings)]
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                [sys.executable, *command], stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
+        self._cold[child.pid] = child
+        return child.pid
+
+    def is_alive(self, pid: int) -> bool:
+        if pid in self._cold:
+            return self._cold[pid].poll() is None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def start(self, program: str, settings: dict[str, Any], log: Path) -> int:
         """A child's process id."""
@@ -94,6 +125,17 @@ class Mother:
         self._process.communicate()
 
 
+def _overrides(settings: dict[str, Any], prefix: str = "") -> list[str]:
+    """As the command line takes them."""
+    found: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found += _overrides(value, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}={'null' if value is None else value}")
+    return found
+
+
 class Victim:
     """A program that is killed and started again, and the sign by which it is seen to work."""
 
@@ -104,23 +146,27 @@ class Victim:
         self.name = name
         self.log = log
         self.num_kills = 0
-        self.resumes_s: list[float] = []
+        self.resumes_s: list[float] = []  # of those that were forked
+        self.cold_resumes_s: list[float] = []  # imports and all
         self._mother = mother
         self._program = program
         self.settings = settings
         self._progress = progress
         self._pid: int | None = None
         self._began_at = 0.0
+        self._is_cold = False
         self._known = 0
 
     @property
     def is_started(self) -> bool:
         return self._pid is not None
 
-    def start(self, **settings: Any) -> None:
+    def start(self, *, is_cold: bool = False, **settings: Any) -> None:
         self._known = self._progress()
         self._began_at = time.monotonic()
-        self._pid = self._mother.start(self._program, self.settings | settings, self.log)
+        self._is_cold = is_cold
+        begin = self._mother.start_cold if is_cold else self._mother.start
+        self._pid = begin(self._program, self.settings | settings, self.log)
 
     def kill(self) -> None:
         self.num_kills += 1
@@ -136,28 +182,24 @@ class Victim:
     def wait_gone(self, within_s: float) -> None:
         assert self._pid is not None
         deadline = time.monotonic() + within_s
-        while _is_alive(self._pid):
+        while self._mother.is_alive(self._pid):
             assert time.monotonic() < deadline, f"{self.name} is still there after {within_s:g} s; see {self.log}"
             time.sleep(0.002)
         self._pid = None
 
-    def wait_at_work(self, within_s: float) -> float:
-        """Seconds from its start to its first sign of work."""
+    def wait_at_work(self, within_s: float) -> None:
+        """From its start to its first sign of work."""
         assert self._pid is not None
         deadline = self._began_at + within_s
         while self._progress() <= self._known:
             assert time.monotonic() < deadline, f"{self.name} did nothing for {within_s:g} s; see {self.log}"
-            assert _is_alive(self._pid), f"{self.name} ended by itself; see {self.log}"
+            assert self._mother.is_alive(self._pid), f"{self.name} ended by itself; see {self.log}"
             time.sleep(0.005)
-        return time.monotonic() - self._began_at
 
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    def resumed(self, within_s: float) -> None:
+        """`wait_at_work`, noting how long that took."""
+        self.wait_at_work(within_s)
+        (self.cold_resumes_s if self._is_cold else self.resumes_s).append(time.monotonic() - self._began_at)
 
 
 def lines_with(path: Path, word: str) -> Callable[[], int]:

@@ -1,22 +1,24 @@
-"""Kills trainer, server and producer with SIGKILL at random points, hundreds of times, and asks the ledger what it cost.
+"""Kills trainers, server and producer with SIGKILL at random points, hundreds of times, and asks the ledger what it cost.
 
     python benchmarks/faults.py --count 200
+    python benchmarks/faults.py --count 200 --trainers 2      two trainers of one run, which share the rows
 
 With the tiny model: a server whose tap captures what clients say all the while, a producer that commits rows of its own into
-the same feature plane, and a trainer that takes both over gRPC (`--source directory`: from the files themselves). Each death
-is followed by a new start; one in five may die again before it did anything. At the end, or after Ctrl-C, the trainer works off
-what is left.
-The exit code is 0 only if
+the same feature plane, and trainers that take both over gRPC (`--source directory`: from the files themselves). Each death
+is followed by a new start. One in eight takes the server and a trainer with it at once; one in five may die again before it did
+anything; one in five starts again cold, by the command that users type. At the end, or after Ctrl-C, the trainers work off what
+is left. The exit code is 0 only if
 
     no row is lost               every row that was ever committed is durable or held out
-    none counts twice            each is in the consumption once, and the last checkpoint admitted exactly as many
+    none counts twice            each is in the consumption once, and the last checkpoints admitted exactly as many
     serving is unbroken          no request failed but while the server itself was dead
-    all resume within 10 s       from start to the first step, answer or row; the time to import is told beside it
+    all resume within 10 s       from start to the first step, answer or row, imports and all
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -25,12 +27,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import machine
+from console import Board
 from fault_processes import Mother, Victim, lines_with
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +50,9 @@ RUN = "faults"
 RESUME_LIMIT_S = 10.0
 START_LIMIT_S = 120.0
 PAUSE_S = 0.05  # of a client between two requests
+COLD_EVERY = 5  # deaths
+TOGETHER_EVERY = 8  # deaths
+AGAIN_SHARE = 0.2  # of deaths: dies again at once
 
 
 def main() -> int:
@@ -53,12 +60,14 @@ def main() -> int:
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     began = time.monotonic()
-    trial = Trial(options)
-    signal.signal(signal.SIGINT, lambda number, frame: trial.enough())
-    try:
-        trial.play()
-    finally:
-        trial.close()
+    with Board() as board:
+        board.stage("Faults")
+        trial = Trial(options, board)
+        signal.signal(signal.SIGINT, lambda number, frame: trial.enough())
+        try:
+            trial.play()
+        finally:
+            trial.close()
     result = trial.result() | {"seconds": round(time.monotonic() - began, 1), "machine": machine.describe()}
     (options.out / "faults.json").write_text(json.dumps(result, indent=2) + "\n")
     show(result)
@@ -69,6 +78,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="how many deaths")
     parser.add_argument("--seed", type=int, default=0, help="of the random points")
+    parser.add_argument("--trainers", type=int, choices=(1, 2, 3, 4), default=1, help="how many share the rows of the run")
     parser.add_argument("--source", choices=("grpc", "directory"), default="grpc", help="how the trainer gets rows")
     parser.add_argument("--out", type=Path, default=Path("outputs/faults"), help="directory of the run; emptied first")
     return parser
@@ -100,8 +110,9 @@ class Client:
 
 
 class Trial:
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, board: Board) -> None:
         out = options.out.resolve()
+        self._board = board
         self._count = options.count
         self._random = random.Random(options.seed)
         self._server_state, self._said = out / "server", out / "produced.txt"
@@ -109,19 +120,24 @@ class Trial:
         self._client = Client(f"127.0.0.1:{port}")
         self._mother = Mother()
         self._downtimes: list[tuple[float, float]] = []
-        trainer_state = out / "trainer" if options.source == "grpc" else self._server_state
-        self._run_dir = trainer_state / "training" / RUN
         source = f"grpc://127.0.0.1:{port}" if options.source == "grpc" else None
 
         def victim(name: str, program: str, settings: dict[str, Any], progress: Callable[[], int]) -> Victim:
             return Victim(name, self._mother, program, settings, out / f"{name}.log", progress)
 
         features = {"features": str(self._server_state / "features"), "said": str(self._said)}
-        steps = lines_with(self._run_dir / "metrics.jsonl", '"event": "step"')
         self.server = victim("server", "serving", server(self._server_state, port), lambda: self._client.num_answers)
-        self.trainer = victim("trainer", "training", trainer(trainer_state, source), steps)
+        self.trainers: list[Victim] = []
+        self._run_dirs: dict[str, Path] = {}  # by the name under which its trainer leases
+        for number in range(options.trainers):
+            worker = "" if options.trainers == 1 else str(number)
+            name, run = f"trainer{worker}", f"{RUN}@{worker}" if worker else RUN
+            state = out / name if options.source == "grpc" else self._server_state
+            self._run_dirs[run] = state / "training" / run
+            steps = lines_with(self._run_dirs[run] / "metrics.jsonl", '"event": "step"')
+            self.trainers.append(victim(name, "training", trainer(state, source, worker), steps))
         self.producer = victim("producer", "producer", features, lines_with(self._said, "produced-"))
-        self.victims = (self.trainer, self.server, self.producer)
+        self.victims = (*self.trainers, self.server, self.producer)
         self._is_enough, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._client.ask, args=(self._stop,), daemon=True)
 
@@ -133,46 +149,59 @@ class Trial:
         self._thread.start()
         self.server.wait_at_work(START_LIMIT_S)
         self._downtimes.append((down_at, time.monotonic()))
-        for victim in (self.producer, self.trainer):
+        for victim in (self.producer, *self.trainers):
             victim.start()
             victim.wait_at_work(START_LIMIT_S)
-        for number in range(self._count):
-            if self._is_enough.is_set():
+        for number in itertools.count():
+            num_deaths = sum(victim.num_kills for victim in self.victims)
+            if self._is_enough.is_set() or (num_deaths >= self._count and number >= len(self.victims)):
                 break
-            self._strike(self.victims[number % len(self.victims)] if number < len(self.victims) else self._choose())
+            self._board.show(deaths=f"{num_deaths} of {self._count}", answers=self._client.num_answers, **self._slowest())
+            first = self.victims[number] if number < len(self.victims) else self._random.choice(self.victims)
+            is_shared = number % TOGETHER_EVERY == TOGETHER_EVERY - 1
+            together = [self.server, self._random.choice(self.trainers)] if is_shared else [first]
+            self._strike(together, is_cold=number % COLD_EVERY == 0)
+        self._board.say("no more deaths; the trainers work off what is left")
         self._work_off()
 
     def enough(self) -> None:
         """No more deaths than there were."""
         self._is_enough.set()
 
-    def _choose(self) -> Victim:
-        return self._random.choice(self.victims)
+    def _slowest(self) -> dict[str, str]:
+        times = [*itertools.chain(*(victim.resumes_s + victim.cold_resumes_s for victim in self.victims))]
+        return {"slowest_to_resume": f"{max(times, default=0.0):.1f} s"}
 
-    def _strike(self, victim: Victim) -> None:
+    def _strike(self, victims: Sequence[Victim], *, is_cold: bool) -> None:
+        """All of them at one random point."""
         time.sleep(self._random.uniform(0.0, 0.6))
         down_at = time.monotonic()
-        victim.kill()
-        victim.start()
-        if self._random.random() < 0.2:  # it may die again before it did anything
-            time.sleep(self._random.uniform(0.0, 0.6))
+        for victim in victims:
             victim.kill()
-            victim.start()
-        victim.resumes_s.append(victim.wait_at_work(START_LIMIT_S))
-        if victim is self.server:
-            self._downtimes.append((down_at, time.monotonic()))
+        for victim in victims:
+            victim.start(is_cold=is_cold)
+        if self._random.random() < AGAIN_SHARE:
+            time.sleep(self._random.uniform(0.0, 0.6))
+            victims[0].kill()
+            victims[0].start(is_cold=is_cold)
+        for victim in victims:
+            victim.resumed(START_LIMIT_S)
+            if victim is self.server:
+                self._downtimes.append((down_at, time.monotonic()))
 
     def _work_off(self) -> None:
-        """No more rows; the trainer, started once more, trains what is left and ends by itself."""
+        """No more rows; the trainers, started once more, train what is left and end by themselves."""
         self.producer.end(signal.SIGKILL)
         self._stop.set()
         self._thread.join()
-        self.trainer.end(signal.SIGTERM)
-        if self.trainer.settings.get("source") is None:
+        for trainer in self.trainers:
+            trainer.end(signal.SIGTERM)
+        if self.trainers[0].settings.get("source") is None:
             self.server.end(signal.SIGTERM)
-        ending = self.trainer.settings["trainer"] | {"idle_timeout_s": 3.0}
-        self.trainer.start(trainer=ending)
-        self.trainer.wait_gone(START_LIMIT_S + self._count)
+        for trainer in self.trainers:
+            trainer.start(trainer=trainer.settings["trainer"] | {"idle_timeout_s": 3.0})
+        for trainer in self.trainers:
+            trainer.wait_gone(START_LIMIT_S + self._count)
 
     def close(self) -> None:
         self._stop.set()
@@ -185,37 +214,38 @@ class Trial:
 
     def result(self) -> dict[str, Any]:
         ledger = Ledger(self._server_state / "features" / "ledger.sqlite")
-        counts, consumption = ledger.status(), ledger.consumption(RUN)
+        counts = ledger.status()
+        times: Counter[str] = sum((Counter(ledger.consumption(run)) for run in self._run_dirs), Counter())
         produced = set(self._said.read_text().split())
         forgotten = sorted(produced - ledger.known(sorted(produced)))
-        latest = ledger.latest_checkpoint(RUN)
-        assert latest is not None
-        _, state = checkpoint.load(self._run_dir / "checkpoints" / Path(latest.path).name)
+        admitted, steps = 0, 0
+        for run, run_dir in self._run_dirs.items():
+            latest = ledger.latest_checkpoint(run)
+            assert latest is not None
+            _, state = checkpoint.load(run_dir / "checkpoints" / Path(latest.path).name)
+            admitted += sum(stream["num_admitted"] for stream in state["streams"])
+            steps += latest.step
         lost = counts["pending"] + counts["leased"] + counts["failed"] + len(forgotten)
-        twice = sum(count > 1 for count in consumption.values())
-        admitted = state["stream"]["num_admitted"]
+        twice = sum(count > 1 for count in times.values())
         failed = [request for request in self._client.requests if request[2]]
         failures = [error for began, ended, error in failed if not self._was_down(began, ended)]
-        resumes = {victim.name: victim.resumes_s for victim in self.victims}
-        slowest = max(max(times, default=0.0) for times in resumes.values())
+        slowest = max(max([*victim.resumes_s, *victim.cold_resumes_s], default=0.0) for victim in self.victims)
         return {
             "held": {
                 "no row is lost": lost == 0,
-                "none counts twice": twice == 0 and admitted == len(consumption) == counts["durable"],
+                "none counts twice": twice == 0 and admitted == len(times) == counts["durable"],
                 "serving is unbroken": not failures,
                 "all resume within 10 s": slowest <= RESUME_LIMIT_S,
             },
             "kills": {victim.name: victim.num_kills for victim in self.victims},
-            "resume_s": {
-                name: {"median": _median(times), "max": round(max(times, default=0.0), 2)} for name, times in resumes.items()
-            },
-            "imports_s": round(self._mother.imports_s, 2),
+            "resume_s": {victim.name: _summary(victim.cold_resumes_s) for victim in self.victims},
+            "resume_without_imports_s": {victim.name: _summary(victim.resumes_s) for victim in self.victims},
             "rows": counts,
             "rows_lost": lost,
             "rows_twice": twice,
-            "rows_admitted_by_the_last_checkpoint": admitted,
+            "rows_admitted_by_the_last_checkpoints": admitted,
             "rows_produced": len(produced),
-            "steps": latest.step,
+            "steps": steps,
             "requests": len(self._client.requests),
             "requests_failed_while_the_server_was_dead": sum(bool(error) for _, _, error in self._client.requests)
             - len(failures),
@@ -238,11 +268,12 @@ def server(state_dir: Path, port: int) -> dict[str, Any]:
     }
 
 
-def trainer(state_dir: Path, source: str | None) -> dict[str, Any]:
+def trainer(state_dir: Path, source: str | None, worker: str) -> dict[str, Any]:
     return {
         "model": {"name": "tiny", "device": "cpu"},
         "trainer": {
             "run_id": RUN,
+            "worker": worker,
             "init": "scratch",
             "vocabulary_tokens": 100,
             "num_threads": 1,
@@ -262,23 +293,26 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _median(times: list[float]) -> float:
-    return round(sorted(times)[len(times) // 2], 2) if times else 0.0
+def _summary(times: list[float]) -> dict[str, float]:
+    if not times:
+        return {"count": 0, "median": 0.0, "max": 0.0}
+    return {"count": len(times), "median": round(sorted(times)[len(times) // 2], 2), "max": round(max(times), 2)}
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table("victim", "kills", "resumed after (median)", "at worst", title="Faults")
+    columns = ("victim", "kills", "started cold", "resumed after (median)", "at worst", "without imports", "at worst")
+    table = Table(*columns, title="Faults")
     for name, kills in result["kills"].items():
-        times = result["resume_s"][name]
-        table.add_row(name, str(kills), f"{times['median']:.2f} s", f"{times['max']:.2f} s")
+        cold, forked = result["resume_s"][name], result["resume_without_imports_s"][name]
+        times = [f"{each[which]:.2f} s" for each in (cold, forked) for which in ("median", "max")]
+        table.add_row(name, str(kills), str(cold["count"]), *times)
     console = Console()
     console.print(table)
     rows = result["rows"]
     console.print(
         f"rows: {rows['durable']} durable, {rows['heldout']} held out; {result['rows_lost']} lost, {result['rows_twice']} twice; "
         f"{result['steps']} steps. Requests: {result['requests']}, failed while the server was dead "
-        f"{result['requests_failed_while_the_server_was_dead']}, otherwise {len(result['requests_failed_otherwise'])}. "
-        f"Imports, which a forked process is spared: {result['imports_s']} s."
+        f"{result['requests_failed_while_the_server_was_dead']}, otherwise {len(result['requests_failed_otherwise'])}."
     )
     for what, is_held in result["held"].items():
         console.print(f"  {'held' if is_held else 'BROKEN'}: {what}")

@@ -17,6 +17,7 @@ from runtime.eagle3.interchange import Dialect, Offered
 from runtime.errors import ConfigError
 from runtime.models import absolute
 from training.interchange.source import Found
+from training.judging.sheet import markdown
 from training.learning.target_weights import TargetWeights
 from training.reporting.history import History
 
@@ -25,8 +26,8 @@ RECIPE = ("mode", "trainer", "data", "producer")  # groups of a run's settings t
 MAX_CELL = 120
 
 
-def read_evaluation(path: str) -> Mapping[str, Any]:
-    """What mode=evaluate wrote; ConfigError if it cannot be read."""
+def read_evaluation(path: str, version: str, target_fingerprint: str) -> Mapping[str, Any]:
+    """What mode=evaluate wrote about this drafter; ConfigError if it cannot be read, or is about another one."""
     file = absolute("export.evaluation", path)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -36,6 +37,18 @@ def read_evaluation(path: str) -> Mapping[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"export.evaluation is {path!r}, which holds {type(value).__name__}; give the object of mode=evaluate.")
+    try:
+        made_for, drafters = value["model"]["fingerprint"], sorted(value["drafters"])
+        markdown(value)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"export.evaluation is {path!r}, which lacks what mode=evaluate writes ({error}); give its file."
+        ) from error
+    if made_for != target_fingerprint or version not in drafters:
+        raise ConfigError(
+            f"export.evaluation is {path!r}, of drafters {', '.join(drafters)} on target {made_for}; the one to export is "
+            f"{version} for {target_fingerprint}."
+        )
     return value
 
 
@@ -52,7 +65,7 @@ def write_card(
     if found.manifest is not None and found.manifest.metrics:
         sections.append(_table("Held-out rows, as the trainer's gate judged it", sorted(found.manifest.metrics.items())))
     if evaluation is not None:
-        sections.append(_table("Evaluation", list(_flat(evaluation))))
+        sections.append(f"## Evaluation\n\n{markdown(evaluation).strip()}")
     path.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
 
 

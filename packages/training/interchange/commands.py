@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from runtime.backends.base import TargetInfo
 from runtime.config import require
-from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE, version_id
 from runtime.eagle3.interchange import Dialect, Offered, Verifier, check_files, read_offered, same, write_as
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.errors import ConfigError
@@ -66,13 +66,15 @@ def export_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
     out = absolute("export.out", config.export.out)
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(is_free, "export.out", str(out), "a directory that is empty or not there yet")
-    evaluation = None if config.export.evaluation is None else read_evaluation(config.export.evaluation)
     target = _target(config)
     dialect = Dialect(config.export.format.value)
     registry = _registry(config, state_dir)
     with find_drafter(config.export.drafter, registry, state_dir / "training", target.weights, config.trainer) as found:
         validate(found.version, target.info, target.weights.embedding)
         drafter = target.read(found.path)
+        evaluation = None
+        if config.export.evaluation is not None:
+            evaluation = read_evaluation(config.export.evaluation, version_id(found.path), target.weights.fingerprint)
         try:
             with temporary_directory(out.parent) as unfinished:
                 _write(unfinished, drafter, dialect, target, found)

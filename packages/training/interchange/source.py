@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.drafters import embedded
+from runtime.eagle3 import save
 from runtime.errors import ConfigError
 from runtime.files import temporary_directory
 from runtime.models import absolute
@@ -21,7 +22,7 @@ from runtime.registry import Manifest, Registry, VersionRecord
 from runtime.registry.manifest import MANIFEST_FILE
 from training.config import TrainerConfig
 from training.learning import checkpoint
-from training.learning.learner import Learner
+from training.learning.hedge import restore
 from training.learning.optim import AVERAGE
 from training.learning.target_weights import TargetWeights
 from training.reporting.history import METRICS_FILE, History
@@ -107,6 +108,6 @@ def _export_run(run_dir: Path, directory: Path, target: TargetWeights, trainer: 
         )
     if any(name.endswith(f".{AVERAGE}") for name in tensors):  # what the run would publish is its average
         trainer = dataclasses.replace(trainer, ema_decay=trainer.ema_decay or ANY_DECAY)
-    learner = Learner.restore(tensors, state["learner"], target, trainer)
-    learner.export(directory)
+    learner = restore(tensors, state["learner"], target, trainer)
+    save(learner.served(), directory)
     return learner.num_steps

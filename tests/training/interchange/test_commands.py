@@ -181,7 +181,7 @@ def test_the_card_has_the_figures_of_files(desk: Desk, version: str, tmp_path: P
     events = [step | {"step": 1}, {"event": "published", "step": 1, "version": version}, step | {"step": 2}]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (run_dir / "config.yaml").write_text("mode: offline\ntrainer: {ttt_steps: 5}\nstate_dir: /secret\n")
-    (tmp_path / "evaluation.json").write_text(json.dumps({"overall": {"acceptance_length": 2.75}, "prompts": [[1]]}))
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation_of(version, desk.model.fingerprint)))
     desk.export(version, tmp_path / "out", Format.SGLANG, evaluation=str(tmp_path / "evaluation.json"))
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
@@ -189,7 +189,7 @@ def test_the_card_has_the_figures_of_files(desk: Desk, version: str, tmp_path: P
         "| optimiser steps | 7 |",
         "| run | night |",
         "| acceptance_length | 2.5 |",
-        "| overall.acceptance_length | 2.75 |",
+        "| all | 9 | 2.750 (2.50 to 3.00) | 0.940 | - | 576 |",
         "| rows trained on, repetitions included | 4 |",
         "| tokens, repetitions included | 100 |",
         "| trainer.ttt_steps | 5 |",
@@ -199,8 +199,35 @@ def test_the_card_has_the_figures_of_files(desk: Desk, version: str, tmp_path: P
     assert "secret" not in card, "only what shapes a drafter"
 
 
-def test_an_evaluation_that_cannot_be_read_is_named(desk: Desk, version: str, tmp_path: Path) -> None:
-    (tmp_path / "evaluation.json").write_text("[")
+def evaluation_of(version: str, fingerprint: str) -> dict[str, Any]:
+    """As mode=evaluate writes it."""
+    of_pass = {"drafter": version, "shape": "chain-5", "temperature": 0.0, "suite": "questions"}
+    figures = {"category": "all", "length": 64, "num_prompts": 9, "num_tokens": 576, "repeated_8grams": None, "covered": 0.94}
+    return {
+        "model": {"name": "tiny", "fingerprint": fingerprint, "dtype": "float32"},
+        "prompts": [],
+        "drafters": {version: "active"},
+        "lengths": [64],
+        "confidence": 0.95,
+        "figures": [of_pass | figures | {"acceptance_length": 2.75, "low": 2.5, "high": 3.0}],
+        "depths": [of_pass | {"accepted": [0.7], "accepted_if_reached": [0.7]}],
+        "differences": [],
+        "lossless": {"num_compared": 0, "deviations": []},
+        "machine": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[",
+        "[]",
+        "{}",
+        json.dumps(evaluation_of("feedfeedfeedfeed", "another")),
+    ],
+)
+def test_an_evaluation_that_is_none_of_this_drafter_is_named(desk: Desk, version: str, tmp_path: Path, content: str) -> None:
+    (tmp_path / "evaluation.json").write_text(content)
     with pytest.raises(ConfigError, match=r"export\.evaluation is"):
         desk.export(version, tmp_path / "out", evaluation=str(tmp_path / "evaluation.json"))
     assert not (tmp_path / "out").exists()

@@ -73,7 +73,7 @@ class Drafting:
         if not drafting:
             return
         context = sum(work.request.session.cached for work in works) // len(works)
-        asks = [_ask(work) for work in drafting]
+        asks = [ask_for(work) for work in drafting]
         shapes = self._pacer.choose(asks, len(works), context)
         calls: dict[tuple[str, int], list[Work]] = {}
         for work, ask, shape in zip(drafting, asks, shapes, strict=True):
@@ -139,7 +139,8 @@ class Drafting:
         )
 
 
-def _ask(work: Work) -> Ask:
+def ask_for(work: Work) -> Ask:
+    """How the pacer is asked for the shape of its draft."""
     assert work.drafter is not None
     request = work.request
     asked = request.params.max_draft_tokens

@@ -1,4 +1,5 @@
-"""Steps that run on the device as a whole, for the sessions whose tokens need no look by the host: plain greedy decoding.
+"""Steps that run on the device as a whole, for the sessions whose tokens need no look by the host: greedy and sampled decoding
+that no penalty, bias or grammar bends and no log-probabilities are asked of.
 
 A target that can (`Fuses`) gives a decoder that drafts, verifies and accepts without the host in between. While the host looks
 at the tokens of one step, the device makes the next: who turns out to have ended meanwhile is left out when it is collected.
@@ -7,7 +8,8 @@ at the tokens of one step, the device makes the next: who turns out to have ende
     host       launch 1     collect 1, launch 2, take 1    collect 2, launch 3, take 2
 
 Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
-step. Stops and length limits cut what was emitted, as there.
+step. Stops and length limits cut what was emitted, as there. With very many sessions and nobody drafting, several steps are
+launched in a row and looked at together: there it is the host that takes the time.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from runtime.drafters.base import Draft, Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3.model import Eagle3Model
-from runtime.engine.drafting import Drafting
+from runtime.engine.drafting import Drafting, ask_for
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import Costs
-from runtime.speculation.depth import Ask, Pacer, Shape
+from runtime.speculation.depth import Pacer, Shape
+from runtime.speculation.sampling import Sampled
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
+MANY_SESSIONS = 48  # from so many on plain steps come in a row,
+ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile
 
 
 class Decoder(Protocol):
@@ -44,6 +49,15 @@ class Decoder(Protocol):
     @property
     def max_depth(self) -> int: ...
 
+    @property
+    def max_steps(self) -> int:
+        """In a row."""
+        ...
+
+    def depth_of(self, num_sequences: int) -> int:
+        """Of the longest chains that so many can have, at most `max_depth`."""
+        ...
+
     def load_drafter(self, model: Eagle3Model) -> bool:
         """Draft with this network from the next step on. False, and no change, if it cannot."""
         ...
@@ -52,14 +66,22 @@ class Decoder(Protocol):
         """Whether another step of this sequence needs nothing of the host."""
         ...
 
-    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> bool:
-        """Begin a step. Histories include the pending token; those of caches that can continue are not looked at. False: some
-        had to be brought up first, so this step says nothing of what others take."""
+    def launch(
+        self,
+        caches: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        sampled: Sequence[Sampled | None],
+        depth: int,
+        num_steps: int = 1,
+    ) -> bool:
+        """Begin a step, or several plain ones. Histories include the pending token, `sampled` says where sampled requests stand;
+        those of caches that can continue are not looked at. False: something had to be made ready first, so this step says
+        nothing of what others take."""
         ...
 
     def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
-        """End it: new tokens of each, the last of them pending (-1: no finite logits), and states [n, depth + 1, ...] of its
-        rows. What is no longer wanted changes nothing."""
+        """End it: new tokens of each, the last of them pending (-1: no finite logits), and states of its rows, [n, depth + 1,
+        ...] or [n, num_steps, ...]. What is no longer wanted changes nothing."""
         ...
 
     def leave(self, cache: int) -> None:
@@ -80,12 +102,12 @@ class Fuses(Target, Protocol):
         """Of K/V that it can hold; its memory does not grow."""
         ...
 
-    def new_decoder(self, max_depth: int) -> Decoder: ...
+    def new_decoder(self, max_depth: int, max_sequences: int) -> Decoder: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step emitted for one session, and the states of its rows. All rows but that of the last token are committed."""
+    """What a step, or several, emitted for one session, and the states of as many rows, all of which are committed."""
 
     work: Work
     verdict: Verdict
@@ -94,11 +116,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that is under way."""
+    """A step that is under way, or several."""
 
     works: list[Work]
     caches: list[int]
     depth: int
+    num_steps: int
     started: float
     is_typical: bool  # of what such a step takes
 
@@ -108,7 +131,7 @@ class _Landed:
     """What a step brought: works as they are now and as they were launched, their new tokens, their places in `hidden`."""
 
     works: list[tuple[Work, Work, list[int], int]]
-    hidden: HiddenStates  # [n, depth + 1, ...]
+    hidden: HiddenStates  # [n, rows, ...]
     depth: int
 
     def outcomes(self) -> list[Outcome]:
@@ -120,7 +143,7 @@ class _Landed:
                 refused = self.depth + 1 - len(new)
                 work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
             rows = HiddenStates(self.hidden.aux[index, : len(new)], self.hidden.last[index, : len(new)])
-            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1))), rows))
+            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else []), rows))
         return outcomes
 
 
@@ -132,22 +155,27 @@ class _StepCosts(Costs):
 
 
 class FusedSteps:
-    def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig) -> None:
+    def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig, max_sequences: int) -> None:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
-        self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH))
+        self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH), max_sequences)
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
         self._flight: _Flight | None = None
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
+        self._costs: dict[bool, Costs] = {}  # of steps with a sampled session, and of those without
+        self._is_alone = False  # nobody goes the general way in this step
+        self.num_steps = 0  # so far
 
-    def prepare(self, num_sequences: int) -> None:
+    def prepare(self) -> None:
         """Before the first step: have everything compiled and measured."""
         self._load()
-        self._seconds = self._decoder.warm_up(num_sequences)
+        self._seconds = self._decoder.warm_up(self._decoder.max_sequences)
         if self._is_adaptive:
-            self._pacer.costs = _StepCosts({num: seconds for (num, depth), seconds in self._seconds.items() if not depth})
+            plain = {num: seconds for (num, depth), seconds in self._seconds.items() if not depth}
+            self._costs = {samples: _StepCosts(plain) for samples in (False, True)}
+            self._pacer.costs = self._costs[False]
             self._expect_costs()
 
     # --- who runs here ---
@@ -162,6 +190,7 @@ class FusedSteps:
             else:
                 rest.append(work)
                 self.leave(work.request.session)
+        self._is_alone = not rest
         return here, rest
 
     def leave(self, session: Session) -> None:
@@ -171,7 +200,7 @@ class FusedSteps:
     def _takes(self, work: Work) -> bool:
         """Whether the device alone can say what comes next, and draft for it."""
         request = work.request
-        is_plain = request.params.is_greedy and not request.params.logprobs and request.processor.is_plain
+        is_plain = not request.params.logprobs and request.processor.is_plain
         if not (is_plain and work.is_decode and self._has_room(work, 0)):
             return False
         drafter = self._drafter_for(work)
@@ -179,7 +208,10 @@ class FusedSteps:
 
     def _has_room(self, work: Work, num_new: int) -> bool:
         """Whether another step stays within the model's positions, so many tokens from now."""
-        return len(work.request.session.history) + num_new + self._decoder.max_depth + 1 <= self._info.max_positions
+        return self._room(work, num_new) > self._decoder.max_depth
+
+    def _room(self, work: Work, num_new: int) -> int:
+        return self._info.max_positions - len(work.request.session.history) - num_new
 
     def _drafter_for(self, work: Work) -> Drafter | None:
         drafter = self._drafting.drafter_for(work.request)
@@ -202,8 +234,8 @@ class FusedSteps:
         landed = [] if flight is None else [self._land(flight, works)]
         self._load()  # nothing is under way: a swap takes effect here
         if not any(part.works for part in landed) and self._can_draft_all(works):
-            landed = [self._land(self._launch(part, depth), part) for part, depth in self._parts(works)]
-        self._take_off(works, {id(work): len(new) for part in landed for work, _, new, _ in part.works})
+            landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(works)]
+        self._take_off(works, {id(work.request): len(new) for part in landed for work, _, new, _ in part.works})
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
@@ -211,23 +243,20 @@ class FusedSteps:
         return self._can_draft or all(self._drafter_for(work) is None for work in works)
 
     def _take_off(self, works: Sequence[Work], num_new: Mapping[int, int]) -> None:
-        """Begin the step after this one for all that it may have, unless the host is needed first. num_new: by work's id, the
+        """Begin the step after this one for all that it may have, unless the host is needed first. num_new: by request's id, the
         tokens that just came for it."""
         going: list[Work] = []
-        continuing: set[int] = set()
         for work in works:
-            num = num_new.get(id(work), 0)
+            num = num_new.get(id(work.request), 0)
             if work.request.num_remaining > num and self._has_room(work, num):
                 going.append(Work(work.request, work.token_ids, is_last_chunk=True))
-                if num:
-                    continuing.add(id(work.request))
         parts = self._parts(going) if self._can_draft_all(going) else []
         if len(parts) != 1:
             return
         part, depth = parts[0]
-        if all(id(work.request) not in continuing or self._decoder.can_continue(_cache(work), depth) for work in part):
+        if all(id(work.request) not in num_new or self._decoder.can_continue(_cache(work), depth) for work in part):
             try:
-                self._flight = self._launch(part, depth)
+                self._flight = self._launch(part, depth, num_new)
             except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
                 return
 
@@ -238,20 +267,37 @@ class FusedSteps:
         for work in works:
             work.drafter = self._drafter_for(work)
             if work.drafter is not None:
-                work.ask = Ask(work.drafter.version, _limit(work))
+                work.ask = ask_for(work)
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
+        if self._costs:
+            self._pacer.costs = self._costs[_has_sampled(works)]
         shapes = self._pacer.choose(asks, len(works), _context(works)) if asks else []
-        depth = min(max((shape.depth for shape in shapes), default=0), self._decoder.max_depth)
+        limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
+        depth = min(max((shape.depth for shape in shapes), default=0), limit)
         for work, shape in zip(drafting, shapes, strict=True):
             work.shape = Shape(depth if shape.depth else 0)
         parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
         return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _launch(self, works: list[Work], depth: int) -> _Flight:
+    def _launch(self, works: list[Work], depth: int, num_new: Mapping[int, int]) -> _Flight:
         caches, started = [_cache(work) for work in works], time.perf_counter()
-        is_typical = self._decoder.launch(caches, [work.request.session.history for work in works], depth)
-        return _Flight(works, caches, depth, started, is_typical)
+        histories = [work.request.session.history for work in works]
+        sampled = [work.request.sampled for work in works]
+        num_steps = 1 if depth else self._num_in_a_row(works, num_new)
+        is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
+        self.num_steps += num_steps
+        return _Flight(works, caches, depth, num_steps, started, is_typical)
+
+    def _num_in_a_row(self, works: list[Work], num_new: Mapping[int, int]) -> int:
+        """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
+        if len(works) < MANY_SESSIONS or not self._is_alone:
+            return 1
+        of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
+        num = min(self._decoder.max_steps, int(ROW_SECONDS / max(of_one, 1e-6)))
+        of_use = max(work.request.num_remaining - num_new.get(id(work.request), 0) for work in works)
+        room = min(self._room(work, num_new.get(id(work.request), 0)) for work in works)
+        return max(min(num, of_use, room), 1)
 
     def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:
         """The end of a step, for those of these that are in it, with the cache that they had when it began."""
@@ -276,23 +322,21 @@ class FusedSteps:
     def _expect_costs(self) -> None:
         """What a new drafter takes until its own steps tell: weights do not change that."""
         if self._loaded is not None and self._can_draft:
-            for (num, depth), seconds in self._seconds.items():
-                self._record_draft_cost(self._loaded, num, depth, seconds, 0)
+            for costs in self._costs.values():
+                for (num, depth), seconds in self._seconds.items():
+                    if depth:
+                        _record_draft_cost(costs, self._loaded, num, depth, seconds, 0)
 
     def _record_cost(self, flight: _Flight, seconds: float) -> None:
         """What a step costs: a plain one is a forward; a drafting one is a forward and what came on top."""
-        if self._pacer.costs is None or not flight.is_typical:
+        if not self._costs or not flight.is_typical:
             return
+        costs = self._costs[_has_sampled(flight.works)]
         num, context, drafter = len(flight.works), _context(flight.works), flight.works[0].drafter
         if not flight.depth:
-            self._pacer.costs.record_forward(num, num, context, seconds)
+            costs.record_forward(num, num, context, seconds / flight.num_steps)
         elif drafter is not None:
-            self._record_draft_cost(drafter, num, flight.depth, seconds, context)
-
-    def _record_draft_cost(self, drafter: Drafter, num: int, depth: int, seconds: float, context: int) -> None:
-        if depth and self._pacer.costs is not None:
-            forward = self._pacer.costs.forward(num, num, context)
-            self._pacer.costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))
+            _record_draft_cost(costs, drafter, num, flight.depth, seconds, context)
 
 
 def _cache(work: Work) -> int:
@@ -305,7 +349,10 @@ def _context(works: Sequence[Work]) -> int:
     return sum(work.request.session.cached for work in works) // max(len(works), 1)
 
 
-def _limit(work: Work) -> int:
-    request = work.request
-    asked = request.params.max_draft_tokens
-    return request.num_remaining if asked is None else min(asked, request.num_remaining)
+def _has_sampled(works: Sequence[Work]) -> bool:
+    return any(not work.request.params.is_greedy for work in works)
+
+
+def _record_draft_cost(costs: Costs, drafter: Drafter, num: int, depth: int, seconds: float, context: int) -> None:
+    forward = costs.forward(num, num, context)
+    costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))

@@ -19,7 +19,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.grammar import GrammarState
-from runtime.speculation.sampling import Processor, Uniforms, token_logprobs
+from runtime.speculation.sampling import Processor, Sampled, Uniforms, token_logprobs
 from runtime.speculation.stops import StopMatcher
 from runtime.types import (
     Done,
@@ -104,6 +104,11 @@ class Request:
     def draft_temperature(self) -> float:
         """0: drafts are certain. With a seed they are, so that its tokens depend on nothing that was drafted."""
         return self.params.temperature if self.params.seed is None else 0.0
+
+    @property
+    def sampled(self) -> Sampled | None:
+        """Where it stands; None: greedy."""
+        return None if self._uniforms is None else Sampled(self.params, self._uniforms, self.num_emitted)
 
     def drafting(self, num_places: int) -> torch.Tensor | None:
         """The numbers to draft the next tokens with, float64 [num_places]; None: greedy."""

@@ -61,10 +61,9 @@ class Stepper:
         self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
         self._tap = tap
         self._stats = EngineStatsBuilder()
-        self._max_batch_sessions = sessions.max_batch_sessions
         self._fused: FusedSteps | None = None
         if isinstance(target, Fuses):
-            self._fused = FusedSteps(target, self.drafting, speculation)
+            self._fused = FusedSteps(target, self.drafting, speculation, sessions.max_batch_sessions)
             self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
 
     def prepare(self) -> None:
@@ -72,7 +71,7 @@ class Stepper:
         if self._speculation.mode is SpeculationMode.ADAPTIVE and self._speculation.max_draft_tokens:
             self._pacer.costs = measure_forward(self._target)
         if self._fused is not None:
-            self._fused.prepare(self._max_batch_sessions)
+            self._fused.prepare()
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Request]) -> None:
@@ -229,12 +228,14 @@ class Stepper:
 
     def _advance(self, fused: FusedSteps, works: list[Work]) -> None:
         """A step of these that the device makes by itself."""
-        self._stats.num_target_forwards += bool(works)
+        num_before = fused.num_steps
         try:
             outcomes = fused.run(works)
         except Exception as error:
             self._fail(works, error)
             return
+        finally:
+            self._stats.num_target_forwards += fused.num_steps - num_before
         for outcome in outcomes:
             with self._alone(outcome.work):
                 self._keep(fused, outcome)
@@ -246,21 +247,20 @@ class Stepper:
             self._finish(request)
             return
         assert session.cache is not None
-        path: Sequence[int] = ()
+        num_rows = 1
         if not request.is_ending:
-            if outcome.verdict.token_ids[-1] < 0:
+            if min(outcome.verdict.token_ids) < 0:
                 self._target.truncate(session.cache, session.cached)
                 request.fail(ModelError("The target's logits are unusable: none is finite. Check its weights, or try float32."))
                 return
             num_taken = request.take(outcome.verdict, _NO_LOGITS)
-            path = outcome.verdict.path[:num_taken]
+            num_rows = min(num_taken + 1, len(outcome.hidden))  # K/V of the last one taken is there too, unless it is pending
             fused.record(outcome)
-            self._count(work, num_taken, len(path))
-        rows = work.rows(path)
+            self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted))
         hidden = outcome.hidden
-        if len(rows) < len(hidden):
-            self._target.truncate(session.cache, session.cached + len(rows))
-            hidden = hidden[: len(rows)]
+        if num_rows < len(hidden):
+            self._target.truncate(session.cache, session.cached + num_rows)
+            hidden = hidden[:num_rows]
         self.holdings.keep(session, hidden)
         self._tell_dropped(request)
         if request.is_ending:

@@ -89,6 +89,15 @@ class Uniforms:
         return self._drawn[place : place + num_places]
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled request where it stands: what comes at `place` of its output is next."""
+
+    params: SamplingParams
+    uniforms: Uniforms
+    place: int
+
+
 def process_logits(
     logits: torch.Tensor,
     params: SamplingParams,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +146,46 @@ def test_general_and_fused_sessions_share_a_batch(make_engine: MakeEngine, gaps)
     for index in (0, 1, 3, 4):
         assert gaps(prompts[index], listeners[index].token_ids) < NEAR_TIE
     assert len(listeners[1].logprobs) == 40
+
+
+def test_a_seed_says_the_same_alone_in_a_batch_and_the_general_way(make_engine: MakeEngine):
+    """In float32 the shapes of forwards move a distribution by less than any of these draws is from its edge."""
+    engine = make_engine()
+    kinds = [
+        SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True),
+        SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, seed=6, ignore_eos=True),
+        SamplingParams(max_tokens=40, temperature=1.0, top_k=20, min_p=0.01, seed=7, ignore_eos=True),
+    ]
+    alone = []
+    for kind in kinds:
+        alone.append(begin(engine, prompt_of(5, 20), kind))
+        alone[-1].wait()
+    together = [begin(engine, prompt_of(5, 20), kind) for kind in [GREEDY, *kinds]]
+    general = [begin(engine, prompt_of(5, 20), replace(kind, logprobs=True)) for kind in kinds]
+    for listener in [*together, *general]:
+        listener.wait()
+    for one, two, three in zip(alone, together[1:], general, strict=True):
+        assert one.token_ids == two.token_ids == three.token_ids
+
+
+def test_unseeded_drafts_are_accepted_and_differ(make_engine: MakeEngine):
+    engine = make_engine()
+    params = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True)
+    listeners = [begin(engine, prompt_of(3, 20), params) for _ in range(4)]
+    done = [listener.wait() for listener in listeners]
+    assert len({tuple(listener.token_ids) for listener in listeners}) == 4
+    assert sum(each.speculation.num_accepted for each in done) > 0
+
+
+def test_many_sessions_take_several_steps_at_once(make_engine: MakeEngine, gaps):
+    engine = make_engine(num_sessions=100)
+    options = SessionOptions(drafter_policy=DrafterPolicy("off"))
+    prompts = [prompt_of(seed, 5 + seed % 30) for seed in range(100)]
+    listeners = [begin(engine, prompt, GREEDY, options) for prompt in prompts]
+    for prompt, listener in zip(prompts, listeners, strict=True):
+        listener.wait()
+        assert len(listener.token_ids) == 40
+        assert gaps(prompt, listener.token_ids) < NEAR_TIE
 
 
 def test_sessions_come_and_go_at_random(make_engine: MakeEngine, gaps):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +17,14 @@ import torch
 from runtime.backends import load_target
 from runtime.backends.base import Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
-from runtime.drafters.base import DraftRequest
+from runtime.drafters.base import Draft, DraftRequest
 from runtime.eagle3 import Eagle3Model
 from runtime.engine.local import LocalEngine
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, Tokenizer
-from runtime.types import DrafterPolicy, SamplingParams, SessionOptions
+from runtime.speculation import Processor, verify
+from runtime.speculation.sampling import Sampled
+from runtime.types import DrafterPolicy, SamplingParams, SessionOptions, Started
 
 from .conftest import Listener, greedy_reference, prompt_of, random_eagle3
 
@@ -43,17 +45,24 @@ class SlowDecoder:
 
     target: Any
     max_depth: int
-    max_sequences: int = 5
+    max_sequences: int
+    max_steps: int = 6
     pending: dict[int, list[int]] = field(default_factory=dict)  # the whole history of each cache that it knows
+    sampled: dict[int, Sampled] = field(default_factory=dict)  # and where it stands
     depths: list[int] = field(default_factory=list)
+    rows_of_steps: list[int] = field(default_factory=list)
     num_discarded: int = 0
     step: _Step | None = None
 
     def load_drafter(self, _model: Eagle3Model) -> bool:
         return True
 
+    def depth_of(self, num_sequences: int) -> int:
+        return self.max_depth
+
     def leave(self, cache: int) -> None:
         self.pending.pop(cache, None)
+        self.sampled.pop(cache, None)
 
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         return {(num, depth): 1e-3 + 1e-4 * depth for num in (1, num_sequences) for depth in range(self.max_depth + 1)}
@@ -61,29 +70,55 @@ class SlowDecoder:
     def can_continue(self, cache: int, depth: int) -> bool:
         return cache in self.pending
 
-    def launch(self, caches: Sequence[int], histories: Sequence[Sequence[int]], depth: int) -> bool:
+    def launch(
+        self,
+        caches: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        sampled: Sequence[Sampled | None],
+        depth: int,
+        num_steps: int = 1,
+    ) -> bool:
         assert self.step is None, "one step at a time"
         assert len(caches) <= self.max_sequences
+        assert num_steps == 1 or not depth
         self.depths.append(depth)
+        self.rows_of_steps.append(num_steps)
         steps = []
-        for cache, history in zip(caches, histories, strict=True):
-            known = self.pending.setdefault(cache, list(history))
+        for cache, history, one in zip(caches, histories, sampled, strict=True):
+            if cache not in self.pending:
+                self.pending[cache] = list(history)
+                if one is not None:
+                    self.sampled[cache] = one
+            known = self.pending[cache]
             assert len(known) == self.target.length(cache) + 1
-            steps.append(self._one(cache, known, depth))
+            steps.append(self._in_a_row(cache, known, num_steps) if num_steps > 1 else self._one(cache, known, [], depth))
         hidden = HiddenStates(torch.stack([each.aux for _, each in steps]), torch.stack([each.last for _, each in steps]))
         self.step = _Step(list(caches), [tokens for tokens, _ in steps], hidden)
         return True
 
-    def _one(self, cache: int, history: list[int], depth: int) -> tuple[list[int], HiddenStates]:
+    def _in_a_row(self, cache: int, history: list[int], num_steps: int) -> tuple[list[int], HiddenStates]:
+        tokens: list[int] = []
+        parts: list[HiddenStates] = []
+        for _ in range(num_steps):
+            [token], hidden = self._one(cache, history, tokens, 0)
+            tokens.append(token)
+            parts.append(hidden[-1:])
+        return tokens, HiddenStates.concat(parts)
+
+    def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> tuple[list[int], HiddenStates]:
+        """Behind the history and the `more` tokens that came to it."""
         guesses: list[int] = []
         for place in range(depth):
-            [output] = self.target.forward([Segment(cache, [history[-1], *guesses])])
+            [output] = self.target.forward([Segment(cache, [history[-1], *more, *guesses])])
             best = int(output.logits[-1].argmax())
             guesses.append(best if (len(history) + place) % 3 else (best + 1) % self.target.info.vocab_size)
-        [output] = self.target.forward([Segment(cache, [history[-1], *guesses], num_logits=depth + 1)])
-        picked = output.logits.argmax(dim=-1).tolist()
-        num = next((place for place, (guess, best) in enumerate(zip(guesses, picked, strict=False)) if guess != best), depth)
-        return picked[: num + 1], HiddenStates(output.hidden.aux.clone(), output.hidden.last.clone())
+        [output] = self.target.forward([Segment(cache, [history[-1], *more, *guesses], num_logits=depth + 1)])
+        one = self.sampled.get(cache)
+        params = SamplingParams(temperature=0.0) if one is None else one.params
+        uniforms = None if one is None else one.uniforms.at(one.place + len(more), depth + 1)[:, 1]
+        processor = Processor(params, history, self.target.info.vocab_size)
+        verdict = verify(output.logits, Draft(guesses), processor, uniforms)
+        return verdict.token_ids, HiddenStates(output.hidden.aux.clone(), output.hidden.last.clone())
 
     def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
         assert self.step is not None
@@ -91,12 +126,14 @@ class SlowDecoder:
         for cache, tokens, is_wanted in zip(step.caches, step.tokens, still_wanted, strict=True):
             if not is_wanted:
                 self.num_discarded += 1
-                self.pending.pop(cache, None)
+                self.leave(cache)
                 continue
             history = self.pending[cache]
             self.target.forward([Segment(cache, [history[-1], *tokens[:-1]])])  # others may have been there meanwhile
             self.target.commit(cache, range(len(tokens)))
             history += tokens
+            if one := self.sampled.get(cache):
+                self.sampled[cache] = replace(one, place=one.place + len(tokens))
         return step.tokens, step.hidden
 
 
@@ -123,8 +160,8 @@ def oracle(tiny: ResolvedModel) -> Target:
 def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) -> Iterator[Fused]:
     decoders: list[SlowDecoder] = []
 
-    def new_decoder(max_depth: int) -> SlowDecoder:
-        decoders.append(SlowDecoder(target, max_depth))
+    def new_decoder(max_depth: int, _max_sequences: int) -> SlowDecoder:
+        decoders.append(SlowDecoder(target, max_depth, max_sequences=5))
         return decoders[-1]
 
     target.new_decoder = new_decoder  # type: ignore[attr-defined]
@@ -186,14 +223,67 @@ def test_what_the_host_must_see_goes_the_general_way(fused: Fused, oracle: Targe
     prompt = prompt_of(6, 10)
     expected = greedy_reference(oracle, prompt, 30)
     with_logprobs = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=True))
-    sampled = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True))
+    penalized = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=1.0, presence_penalty=0.5, ignore_eos=True))
     plain = fused.begin(prompt, GREEDY, SessionOptions(drafter_policy=DrafterPolicy("off")))
     assert (with_logprobs.wait().speculation.num_steps, len(with_logprobs.logprobs)) != (0, 0)
     assert with_logprobs.token_ids == expected
     assert plain.wait().speculation.num_drafted == 0
     assert plain.token_ids == expected
-    sampled.wait()
-    assert len(sampled.token_ids) == 30
+    penalized.wait()
+    assert len(penalized.token_ids) == 30
+    assert not fused.decoder.sampled, "nobody sampled there"
+
+
+SAMPLED = [
+    SamplingParams(max_tokens=30, temperature=0.8, seed=11, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=1.2, top_p=0.9, seed=12, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=1.0, top_k=8, min_p=0.01, seed=13, ignore_eos=True),
+]
+
+
+def test_a_seed_says_the_same_here_and_there_beside_greedy_sessions(fused: Fused, oracle: Target):
+    """Four at a time join and leave; the general way is that of requests with log-probabilities."""
+    prompts = [prompt_of(seed, 9 + seed) for seed in range(len(SAMPLED))]
+    greedy = fused.begin(prompts[0], GREEDY)
+    here = [fused.begin(prompt, params) for prompt, params in zip(prompts, SAMPLED, strict=True)]
+    for listener in here:
+        listener.wait()
+    assert greedy.wait()
+    assert greedy.token_ids == greedy_reference(oracle, prompts[0], 30)
+    there = [fused.begin(prompt, replace(params, logprobs=True)) for prompt, params in zip(prompts, SAMPLED, strict=True)]
+    for mine, other in zip(here, there, strict=True):
+        other.wait()
+        assert mine.token_ids == other.token_ids
+    turns = fused.begin(prompts[1], replace(SAMPLED[1], max_tokens=7))
+    turns.wait()
+    assert turns.token_ids == here[1].token_ids[:7]
+
+
+def test_many_sessions_take_several_plain_steps_in_a_row(fused: Fused, oracle: Target, monkeypatch: pytest.MonkeyPatch):
+    """Every session its own tokens, none twice; a stop and a limit in the middle of a row end the turn there."""
+    monkeypatch.setattr("runtime.engine.fused.MANY_SESSIONS", 3)
+    off = SessionOptions(drafter_policy=DrafterPolicy("off"))
+    prompts = [prompt_of(seed, 6 + seed) for seed in range(5)]
+    expected = [greedy_reference(oracle, prompt, 30) for prompt in prompts]
+    late = [token for token in expected[2] if expected[2].index(token) >= 8]
+    params = [replace(GREEDY, max_tokens=30 - 7 * (seed % 3)) for seed in range(5)]
+    params[2] = replace(GREEDY, stop_token_ids=(late[0],))
+    params[4] = SAMPLED[0]
+    listeners = [fused.begin(prompt, each, off) for prompt, each in zip(prompts, params, strict=True)]
+    sessions = [cast("Started", listener.next()).session_id for listener in listeners]
+    for seed, listener in enumerate(listeners[:4]):
+        done = listener.wait()
+        num = expected[2].index(late[0]) + 1 if seed == 2 else params[seed].max_tokens
+        assert listener.token_ids == expected[seed][:num]
+        assert done.speculation.num_drafted == 0
+        assert not any(listener.drafted)
+        info = fused.engine.get_session(sessions[seed])
+        assert info.cached_tokens == info.history_length == len(prompts[seed]) + num
+    assert listeners[4].wait()
+    alone = fused.begin(prompts[4], SAMPLED[0], off)
+    alone.wait()
+    assert alone.token_ids == listeners[4].token_ids
+    assert max(fused.decoder.rows_of_steps) == fused.decoder.max_steps
 
 
 def test_cancelled_closed_and_swapped_midway(fused: Fused, oracle: Target):

@@ -4,10 +4,11 @@
 The state of a sequence lies on the device, a row of int32 by its row of the block table, and a step leaves there what the
 next one needs, so the host only says which sequences take part:
 
-    LENGTH  FRESH  SINK  WINDOW  recent[0] ... recent[R-1]
+    LENGTH  FRESH  SINK  WINDOW  PLACE  recent[0] ... recent[R-1]
 
 LENGTH tokens are committed; the last FRESH of them are new to the drafter; recent[:FRESH] are the tokens behind them, so
-recent[FRESH - 1] is the pending one. Row 0 is nobody's: what a padded sequence computes goes nowhere.
+recent[FRESH - 1] is the pending one; the next one comes at PLACE of the output. Row 0 is nobody's: what a padded sequence
+computes goes nowhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from runtime.backends.transformers.cuda.kernels import varying
 
-LENGTH, FRESH, SINK, WINDOW, RECENT = 0, 1, 2, 3, 4
+LENGTH, FRESH, SINK, WINDOW, PLACE, RECENT = 0, 1, 2, 3, 4, 5
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, win
         position = length - fresh + i
         ok = (i < fresh) & (position >= 0)
         at = s * R + i
-        tl.store(new_ids + at, tl.load(mine + 4 + i, mask=ok, other=0), mask=i < R)
+        tl.store(new_ids + at, tl.maximum(tl.load(mine + 5 + i, mask=ok, other=0), 0), mask=i < R)
         tl.store(new_positions + at, tl.where(ok, position, 0), mask=i < R)
         tl.store(new_slots + at, _slot(blocks, position, ok, BLOCK), mask=i < R)
         tl.store(last_rows + s, s * R + tl.maximum(fresh - 1, 0))
@@ -63,7 +64,7 @@ def plan_kernel(table_rows, state, state_stride, table, table_stride, sinks, win
         tl.store(draft_slots + i * num + s, _slot(blocks, position, is_live & (i < DEPTH), BLOCK), mask=i < DEPTH)
     at = s * (DEPTH + 1) + i
     ok = is_live & (i <= DEPTH)
-    pending = tl.load(mine + 4 + tl.maximum(fresh - 1, 0))
+    pending = tl.maximum(tl.load(mine + 5 + tl.maximum(fresh - 1, 0)), 0)  # -1: the step before went wrong, the host will see
     tl.store(verify_ids + at, tl.where(is_live, pending, 0), mask=i == 0)
     tl.store(verify_positions + at, tl.where(is_live, length + i, 0), mask=i <= DEPTH)
     tl.store(verify_slots + at, _slot(blocks, length + i, ok, BLOCK), mask=i <= DEPTH)
@@ -88,4 +89,5 @@ def accept_kernel(table_rows, state, state_stride, verify_ids, best, result, DEP
     if seat > 0:
         tl.store(mine + 0, tl.load(mine + 0) + count)
         tl.store(mine + 1, count)
-        tl.store(mine + 4 + i, picked, mask=i < count)
+        tl.store(mine + 4, tl.load(mine + 4) + count)
+        tl.store(mine + 5 + i, picked, mask=i < count)

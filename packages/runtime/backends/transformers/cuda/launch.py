@@ -254,9 +254,9 @@ class Head:
         )  # fmt: skip
         return tiles
 
-    def logits(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x [T, H] normed -> out float32 [T, V]."""
-        self._run(x, None, 0.0, out)
+    def logits(self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0) -> None:
+        """x [T, H] -> out float32 [T, V]."""
+        self._run(x, norm, eps, out)
 
     def best(
         self, x: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0, fallback: int = -1

@@ -18,7 +18,8 @@ from runtime.backends.transformers.cache import KVShape
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, DEAD, Blocks, Table, num_blocks_for
 from runtime.types import CachePolicy
 
-TABLE_ROWS = 512  # sequences that one forward can have, and more: who was in it before finds its row still filled
+# Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
+FEWEST_ROWS, MOST_ROWS, MOST_ENTRIES = 512, 4096, 2**24
 
 
 class PagedPool:
@@ -37,10 +38,11 @@ class PagedPool:
         self._planes = [self._kv, self._states]
         self._tables: dict[int, Table] = {}
         self._handles = count()
-        self.device_table = torch.zeros(
-            TABLE_ROWS, num_blocks_for(max_positions) + 1, dtype=torch.int32, device=shape.device
-        )  # row 0 is nobody's: all of it is dead
-        self._row_owners: OrderedDict[int, Table | None] = OrderedDict((row, None) for row in range(1, TABLE_ROWS))
+        row_blocks = num_blocks_for(max_positions) + 1
+        num_rows = max(FEWEST_ROWS, min(MOST_ROWS, MOST_ENTRIES // row_blocks))
+        # Row 0 is nobody's: all of it is dead.
+        self.device_table = torch.zeros(num_rows, row_blocks, dtype=torch.int32, device=shape.device)
+        self._row_owners: OrderedDict[int, Table | None] = OrderedDict((row, None) for row in range(1, num_rows))
 
     @staticmethod
     def page_bytes(shape: KVShape, hidden_size: int) -> int:

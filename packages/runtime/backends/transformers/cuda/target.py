@@ -28,8 +28,9 @@ from runtime.types import CachePolicy
 if TYPE_CHECKING:
     from runtime.backends.transformers.cuda.decoder import FusedDecoder
 
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # few, so that graphs are few, and close, so that little is padded
-MAX_SEQUENCES = 64  # of one graph
+# Few, so that graphs are few, and close, so that little is padded.
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MAX_GRAPH_SEQUENCES = 64
 MAX_NODES = 64  # of a tree: one bit each
 MAX_GRAPH_ROWS = 512
 
@@ -37,30 +38,35 @@ MAX_GRAPH_ROWS = 512
 class Graphs:
     """What was launched once with these shapes is replayed from then on. Buffers are static, so replays read new inputs.
 
-    What is launched allocates nothing, and what it leaves in its buffers is read before the next replay.
+    What it leaves in its buffers is read before the next replay. What it allocates for itself lies where the other graphs'
+    does: nothing of it outlives the replay.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, launches: Callable[[], None]) -> None:
-        """Replay; the first time launch once for real, which compiles kernels, and capture for the next time."""
+    def run(self, key: Hashable, launches: Callable[[], None]) -> bool:
+        """Replay; the first time launch once for real, which compiles kernels, and capture for the next time. Whether it was
+        there already."""
         if graph := self._graphs.get(key):
             graph.replay()
-            return
+            return True
         launches()
         if self._device.type == "cuda":
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+                # Other threads may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 launches()
                 graph.capture_end()
             self._graphs[key] = graph
+        return self._device.type != "cuda"
 
 
 class CudaTarget:
@@ -75,7 +81,7 @@ class CudaTarget:
         self.buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
         self._head = Head(network.head, MAX_GRAPH_ROWS)
         self._logits = torch.empty(MAX_GRAPH_ROWS, info.vocab_size, dtype=torch.float32, device=self.device)
-        self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * MAX_SEQUENCES, dtype=torch.int32, device=self.device)
+        self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * MAX_GRAPH_SEQUENCES, dtype=torch.int32, device=self.device)
 
     @property
     def info(self) -> TargetInfo:
@@ -178,11 +184,11 @@ class CudaTarget:
         """Of K/V; a tenth of the pool is kept back for blocks that are taken ahead."""
         return self.pool.num_bytes(self.pool.blocks.num_blocks - 1) * 9 // 10
 
-    def new_decoder(self, max_depth: int) -> FusedDecoder:
-        """What runs whole steps of this target's sequences on the device, with chains of up to max_depth."""
+    def new_decoder(self, max_depth: int, max_sequences: int) -> FusedDecoder:
+        """What runs whole steps of this target's sequences on the device, so many at most, with chains of up to max_depth."""
         from runtime.backends.transformers.cuda.decoder import FusedDecoder
 
-        return FusedDecoder(self, max_depth)
+        return FusedDecoder(self, max_depth, max_sequences)
 
     def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
         """Of committed positions, out of the pool."""
@@ -236,7 +242,7 @@ def bucket(n: int) -> int:
 def graph_shape(num_sequences: int, size: int) -> tuple[int, int] | None:
     """Sequences and rows of each that a graph is made for; None: too many for one."""
     num, rows = bucket(num_sequences), bucket(size)
-    return (num, rows) if num <= MAX_SEQUENCES and num * rows <= MAX_GRAPH_ROWS and rows <= MAX_NODES else None
+    return (num, rows) if num <= MAX_GRAPH_SEQUENCES and num * rows <= MAX_GRAPH_ROWS and rows <= MAX_NODES else None
 
 
 def pack(

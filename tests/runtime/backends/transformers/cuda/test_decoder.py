@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.backends.base import Segment, TargetInfo
 from runtime.backends.transformers.cache import KVShape
-from runtime.drafters.base import DraftRequest
+from runtime.drafters.base import Draft, DraftRequest
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
+from runtime.speculation import Processor, Uniforms, verify
+from runtime.speculation.sampling import Sampled
+from runtime.types import SamplingParams
 
 VOCAB, HIDDEN, LONGEST, NUM_TOKENS = 97, 32, 256, 8
 SIZES: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
@@ -50,21 +55,30 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], device: torch.device) -> 
     return token_ids[len(prompt) :]
 
 
-def test_drafts_tokens_and_swaps(device: torch.device):
+def make_target(device: torch.device) -> tuple[LlamaForCausalLM, Any]:
     from runtime.backends.transformers.cuda.target import load_fused
 
     model = make_model(device)
-    expected = [greedy(model, prompt, device) for prompt in PROMPTS]
     info = TargetInfo("test", "f", VOCAB, HIDDEN, 3, LONGEST, (0, 1, 2), (2,), "float32", str(device))
-    target = load_fused(model, info, KVShape(3, 1, 16, 16, torch.float32, device), 16)
-    assert target is not None
-    decoder = target.new_decoder(max_depth=3)
-    networks = [make_drafter(target.embedding, seed) for seed in (1, 2)]
-    caches, histories = [target.new_cache() for _ in PROMPTS], [list(prompt) for prompt in PROMPTS]
+    return model, load_fused(model, info, KVShape(3, 1, 16, 16, torch.float32, device), 16)
+
+
+def prefilled(target: Any, prompts: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Caches, and histories with a pending token."""
+    caches, histories = [target.new_cache() for _ in prompts], [list(prompt) for prompt in prompts]
     for cache, history in zip(caches, histories, strict=True):
         [output] = target.forward([Segment(cache, history)])
         target.commit(cache, range(len(history)))
         history.append(int(output.logits[0].argmax()))
+    return caches, histories
+
+
+def test_drafts_tokens_and_swaps(device: torch.device):
+    model, target = make_target(device)
+    expected = [greedy(model, prompt, device) for prompt in PROMPTS]
+    decoder = target.new_decoder(max_depth=3, max_sequences=8)
+    networks = [make_drafter(target.embedding, seed) for seed in (1, 2)]
+    caches, histories = prefilled(target, PROMPTS)
     number, loaded = 0, -1
     while min(len(history) - len(prompt) for history, prompt in zip(histories, PROMPTS, strict=True)) < NUM_TOKENS:
         depth, who = (2, 0, 3, 1)[number % 4], ([0, 1, 2], [2, 0], [1])[number % 3]
@@ -76,7 +90,7 @@ def test_drafts_tokens_and_swaps(device: torch.device):
             aux = target.states_of(caches[index], 0, len(histories[index]) - 1).aux
             request = DraftRequest(drafter.new_state(), 0, aux, histories[index], depth)
             drafts.append(drafter.propose([request])[0].token_ids)
-        decoder.launch([caches[index] for index in who], [histories[index] for index in who], depth)
+        decoder.launch([caches[index] for index in who], [histories[index] for index in who], [None] * len(who), depth)
         tokens, hidden = decoder.collect([True] * len(who))
         for place, (index, new) in enumerate(zip(who, tokens, strict=True)):
             if depth:  # what was accepted is the beginning of the draft, and the next token is not
@@ -93,3 +107,74 @@ def test_drafts_tokens_and_swaps(device: torch.device):
         decoder.leave(cache)
         target.drop(cache)
     assert target.cache_bytes() == 0
+
+
+def test_sampled_sequences_say_what_the_general_way_says(device: torch.device):
+    """One whose drafts are drawn, one whose drafts are certain, a greedy one; drafts and verdicts are made again outside."""
+    _, target = make_target(device)
+    decoder = target.new_decoder(max_depth=3, max_sequences=8)
+    network = make_drafter(target.embedding, 1)
+    assert decoder.load_drafter(network)
+    drafter = Eagle3Drafter(network, "same")
+    kinds = [SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=5)]
+    kinds.append(SamplingParams(temperature=0.0))
+    sampled = [None if params.is_greedy else Sampled(params, Uniforms(number), 61) for number, params in enumerate(kinds)]
+    caches, histories = prefilled(target, PROMPTS)
+    num_accepted = 0
+    for number in range(5):
+        depth = (3, 2, 0)[number % 3]
+        drafts = []
+        for history, cache, one in zip(histories, caches, sampled, strict=True):
+            aux = target.states_of(cache, 0, len(history) - 1).aux
+            certain = one is None or one.params.seed is not None
+            uniforms = None if one is None else one.uniforms.at(one.place, depth)[:, 0]
+            heat = 0.0 if certain else one.params.temperature
+            request = DraftRequest(drafter.new_state(), 0, aux, history, depth, temperature=heat, uniforms=uniforms)
+            drafts.append(drafter.propose([request])[0] if depth else Draft([]))
+        decoder.launch(caches, histories, sampled, depth)
+        tokens, _ = decoder.collect([True] * len(caches))
+        for index, (history, draft, params, new) in enumerate(zip(histories, drafts, kinds, tokens, strict=True)):
+            cache = target.new_cache()
+            [output] = target.forward([Segment(cache, [*history, *draft.token_ids], num_logits=len(draft.token_ids) + 1)])
+            target.drop(cache)
+            one = sampled[index]
+            uniforms = None if one is None else one.uniforms.at(one.place, depth + 1)[:, 1]
+            verdict = verify(output.logits.cpu(), draft, Processor(params, history, VOCAB), uniforms)
+            assert new == verdict.token_ids, (number, index)
+            num_accepted += verdict.num_accepted
+            history += new
+            if one is not None:
+                sampled[index] = replace(one, place=one.place + len(new))
+    assert num_accepted > 0
+
+
+def test_several_plain_steps_in_a_row(device: torch.device):
+    model, target = make_target(device)
+    expected = [greedy(model, prompt, device) for prompt in PROMPTS]
+    decoder = target.new_decoder(max_depth=2, max_sequences=3)
+    assert decoder.load_drafter(make_drafter(target.embedding, 1))
+    caches, histories = prefilled(target, PROMPTS)
+    for depth, num_steps in ((0, 3), (2, 1), (0, 2)):
+        decoder.launch(caches, histories, [None] * 3, depth, num_steps)
+        tokens, hidden = decoder.collect([True] * 3)
+        for place, (cache, history, new) in enumerate(zip(caches, histories, tokens, strict=True)):
+            assert depth or len(new) == num_steps
+            first = len(history) - 1
+            kept = target.states_of(cache, first, first + len(new))
+            torch.testing.assert_close(hidden.last[place, : len(new)], kept.last)
+            history += new
+    for history, prompt, answer in zip(histories, PROMPTS, expected, strict=True):
+        assert history[len(prompt) :][:NUM_TOKENS] == answer[: len(history) - len(prompt)]
+
+
+def test_blocks_that_are_taken_ahead_end_where_the_model_does(device: torch.device):
+    _, target = make_target(device)
+    decoder = target.new_decoder(max_depth=0, max_sequences=1)
+    text = torch.randint(0, VOCAB, (LONGEST - 4,), generator=torch.Generator().manual_seed(9)).tolist()
+    [cache], [history] = prefilled(target, [text])
+    for _ in range(3):
+        decoder.launch([cache], [history], [None], 0)
+        [new], _ = decoder.collect([True])
+        history += new
+    assert len(history) == LONGEST
+    assert target.cache_bytes() == target.cache_bytes(LONGEST)

@@ -45,7 +45,8 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        if device.type == "cuda":  # what one capture gave back, another takes only on the same stream
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -58,9 +59,9 @@ class Graphs:
             return True
         launches()
         if self._device.type == "cuda":
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
+            graph = torch.cuda.CUDAGraph()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
                 # Other threads may use the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 launches()

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from runtime.errors import ConfigError
 
+LONGEST_LEASE_S = 86_400.0  # of a training row
+
 
 class _ByValue(EnumMeta):
     def __getitem__(cls, name: str) -> Any:

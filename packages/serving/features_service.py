@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from runtime.config import LONGEST_LEASE_S
 from runtime.errors import EngineUnavailable, FeatureError, FeatureUnavailable, InvalidRequest, RunTakenOver
-from runtime.features.ledger import LONGEST_LEASE_S, Checkpoint, Ledger, run_of
+from runtime.features.ledger import Checkpoint, Ledger, run_of
 from runtime.features.refs import SampleRef
 from runtime.features.store import FeatureStore
 from runtime.rpc import features_codec as codec

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from runtime.config import (
+    LONGEST_LEASE_S,
     BackendConfig,
     Choice,
     Dtype,
@@ -21,7 +22,6 @@ from runtime.config import (
     require_period,
     require_threads,
 )
-from runtime.features.ledger import LONGEST_LEASE_S
 from training.interchange.config import ExportConfig, InterchangeConfig
 from training.judging.config import EvaluateConfig
 from training.reporting.config import TrackerConfig

@@ -263,3 +263,10 @@ def test_the_settings_of_the_runtime() -> None:
     }
     expected = {f"{group}.{name}" for group, names in leaves.items() for name in names.split()}
     assert {name for name in configuration.known_settings(Trial) if "." in name} == expected
+
+
+@pytest.mark.parametrize("program", ["serving", "training"])
+def test_settings_do_not_wait_for_torch(program: str) -> None:
+    """So that --help and a refused setting take a moment."""
+    code = f"import sys; import {program}.config; print(sorted({{'torch', 'transformers', 'grpc'}} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runtime.config import LONGEST_LEASE_S
 from runtime.errors import LeaseLost
 from runtime.features.database import Database
 from runtime.features.refs import SampleRef, refuse_tensors
@@ -29,7 +30,6 @@ from runtime.features.samples import IDS, SCHEMA, UPGRADES, VERSION, SampleState
 
 Split = Literal["train", "heldout"]
 
-LONGEST_LEASE_S = 86_400.0
 OURS = "(run_id = ? OR (run_id > ? || '/' AND run_id < ? || '0'))"  # the run's and its members'; '0' comes after '/'
 
 

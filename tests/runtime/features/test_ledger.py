@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.config import LONGEST_LEASE_S
 from runtime.errors import FeatureError, LeaseLost
 from runtime.features import Ledger, SampleRef
-from runtime.features.ledger import LONGEST_LEASE_S
 
 MakeRef = Callable[..., SampleRef]
 

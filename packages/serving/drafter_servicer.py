@@ -91,6 +91,15 @@ class DrafterServicer(drafters_pb2_grpc.DrafterServiceServicer):
         async with statuses(context, request):
             return drafters.drafter_message(await asyncio.to_thread(self._lifecycle.entry, request.version))
 
+    async def Download(self, request: pb.DownloadRequest, context: Context) -> None:
+        async with statuses(context, request):
+            directory, origin = await asyncio.to_thread(self._lifecycle.checkpoint, request.version)
+            head = await asyncio.to_thread(drafters.upload_head, directory, origin)
+            await context.write(pb.DownloadResponse(upload=head))
+            chunks = drafters.chunks(directory)
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                await context.write(pb.DownloadResponse(chunk=chunk))
+
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         async with statuses(context, request):
             unread = _Unread()

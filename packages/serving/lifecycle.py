@@ -76,6 +76,16 @@ class Lifecycle:
         """DrafterRejected(UNKNOWN_VERSION) if it is not here."""
         return self._entry(self._registry.get(version))
 
+    def checkpoint(self, version: str) -> tuple[Path, Origin]:
+        """A version's directory and what its publisher said of it. DrafterRejected if it is not here, or damaged."""
+        record = self._registry.get(version)
+        manifest = record.manifest
+        if manifest is None:
+            code, _, sentence = record.reason.partition(": ")
+            raise DrafterRejected(code, f"Version {version} cannot be read: {sentence}")
+        said = (manifest.parent, manifest.step, manifest.target_fingerprint, manifest.metrics, manifest.notes)
+        return record.path, Origin(*said)
+
     def listen(self, listener: Callable[[LifecycleEvent], None]) -> tuple[list[LifecycleEvent], Callable[[], None]]:
         """Call `listener`, on any thread, with each event from now on; returns those before, and what ends it."""
         with self._noting:

@@ -248,6 +248,39 @@ def test_after_a_restart_the_version_before_is_the_parent(
         assert drafters.rollback().version == parent
 
 
+# --- going out ---
+
+
+def test_a_version_comes_back_as_it_was_brought_in(drafters: DrafterClient, make_drafter: MakeDrafter, tmp_path: Path) -> None:
+    directory = make_drafter(1)
+    origin = Origin(parent="0" * 16, step=7, metrics={"acceptance_length": 2.5}, notes="by hand")
+    version = drafters.upload(directory, origin).version
+    said = drafters.download(version, tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
+    assert (said.parent, said.step, dict(said.metrics), said.notes) == ("0" * 16, 7, {"acceptance_length": 2.5}, "by hand")
+    assert said.target_fingerprint, "the model that the server serves"
+
+
+def test_what_is_not_there_or_damaged_is_not_sent_as_a_version(
+    running: Running, drafters: DrafterClient, make_drafter: MakeDrafter, tmp_path: Path
+) -> None:
+    for version in ("0" * 16, "ngram", "../../etc"):
+        assert refusal(lambda version=version: drafters.download(version, tmp_path)) == (
+            grpc.StatusCode.NOT_FOUND,
+            "UNKNOWN_VERSION",
+        )
+    version = drafters.upload(make_drafter(1)).version
+    path = running.parts.lifecycle.checkpoint(version)[0] / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DrafterRejected, match=f"What came as version {version} is"):
+        drafters.download(version, tmp_path)
+    path.write_bytes(data[:100])
+    assert refusal(lambda: drafters.download(version, tmp_path)) == (grpc.StatusCode.FAILED_PRECONDITION, "UNREADABLE")
+
+
 # --- watching ---
 
 

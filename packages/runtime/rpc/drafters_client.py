@@ -7,22 +7,21 @@ with DrafterClient("127.0.0.1:50051", api_key=KEY) as client:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE, version_id
+from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.registry.life import DrafterEntry, LifecycleEvent, Origin
 from runtime.rpc import drafters_codec as codec
 from runtime.rpc.connection import Client, Options, own_errors
 from runtime.rpc.v1 import drafters_pb2 as pb
 from runtime.rpc.v1 import drafters_pb2_grpc
 
-CHUNK_BYTES = 2**20
-UPLOAD_TIMEOUT_S = 3600.0
+TRANSFER_TIMEOUT_S = 3600.0
 
 
 class EventStream:
@@ -55,14 +54,30 @@ class DrafterClient(Client):
 
     def upload(self, checkpoint_dir: Path, origin: Origin | None = None) -> DrafterEntry:
         """Stage a checkpoint of this machine. The same content twice is the same version."""
-        paths = checkpoint_dir / CONFIG_FILE, checkpoint_dir / WEIGHTS_FILE
-        head = _head(*paths, origin or Origin())
-        chunks = (pb.StageRequest(chunk=chunk) for chunk in _chunks(*paths))
+        head = pb.StageRequest(upload=codec.upload_head(checkpoint_dir, origin or Origin()))
+        chunks = (pb.StageRequest(chunk=chunk) for chunk in codec.chunks(checkpoint_dir))
         with own_errors():
             reply = self._stub.Stage(
-                itertools.chain([head], chunks), timeout=UPLOAD_TIMEOUT_S, metadata=self._connection.metadata
+                itertools.chain([head], chunks), timeout=TRANSFER_TIMEOUT_S, metadata=self._connection.metadata
             )
         return codec.drafter_entry(reply)
+
+    def download(self, version: str, directory: Path) -> Origin:
+        """Write a version's config.json and model.safetensors into a directory of this machine; returns what its publisher
+        said. DrafterRejected if the server does not have it, or if what came is not it."""
+        request = pb.DownloadRequest(version=version)
+        with own_errors():
+            call = self._stub.Download(request, timeout=TRANSFER_TIMEOUT_S, metadata=self._connection.metadata)
+            head = next(call).upload
+            left = head.config_bytes
+            with (directory / CONFIG_FILE).open("wb") as config, (directory / WEIGHTS_FILE).open("wb") as weights:
+                for message in call:
+                    config.write(message.chunk[:left])
+                    weights.write(message.chunk[left:])
+                    left -= min(left, len(message.chunk))
+        if version_id(directory) != version:
+            raise rejected(RejectReason.HASH, f"What came as version {version} is {version_id(directory)}; fetch it again.")
+        return codec.origin(head.manifest, "upload.manifest")
 
     def stage_directory(self, path: Path, origin: Origin | None = None) -> DrafterEntry:
         """Stage a checkpoint of the server's machine, by its absolute path there."""
@@ -104,23 +119,3 @@ class DrafterClient(Client):
     def watch(self, *, include_history: bool = False) -> EventStream:
         request = pb.WatchRequest(include_history=include_history)
         return EventStream(self._stub.Watch(request, metadata=self._connection.metadata))
-
-
-def _head(config: Path, weights: Path, origin: Origin) -> pb.StageRequest:
-    digest = hashlib.sha256()
-    for chunk in _chunks(config, weights):
-        digest.update(chunk)
-    upload = pb.StageRequest.Upload(
-        config_bytes=config.stat().st_size,
-        weights_bytes=weights.stat().st_size,
-        sha256=digest.hexdigest(),
-        manifest=codec.manifest_message(origin),
-    )
-    return pb.StageRequest(upload=upload)
-
-
-def _chunks(*paths: Path) -> Iterator[bytes]:
-    for path in paths:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from types import MappingProxyType
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from runtime.errors import InvalidRequest
 from runtime.registry.life import DrafterEntry, EventKind, LifecycleEvent, Origin
 from runtime.registry.store import VersionState
 from runtime.rpc.v1 import drafters_pb2 as pb
 
+CHUNK_BYTES = 2**20
 _STATES: dict[VersionState, pb.DrafterState] = {
     VersionState.STAGED: pb.DRAFTER_STATE_STAGED,
     VersionState.VALIDATED: pb.DRAFTER_STATE_VALIDATED,
@@ -106,6 +111,27 @@ def manifest_message(origin: Origin) -> pb.StageRequest.Manifest:
         metrics=dict(origin.metrics),
         notes=origin.notes,
     )
+
+
+def upload_head(checkpoint_dir: Path, origin: Origin) -> pb.StageRequest.Upload:
+    """What the bytes of this checkpoint are."""
+    digest = hashlib.sha256()
+    for chunk in chunks(checkpoint_dir):
+        digest.update(chunk)
+    return pb.StageRequest.Upload(
+        config_bytes=(checkpoint_dir / CONFIG_FILE).stat().st_size,
+        weights_bytes=(checkpoint_dir / WEIGHTS_FILE).stat().st_size,
+        sha256=digest.hexdigest(),
+        manifest=manifest_message(origin),
+    )
+
+
+def chunks(checkpoint_dir: Path) -> Iterator[bytes]:
+    """All bytes of config.json, then of model.safetensors."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (checkpoint_dir / name).open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
 
 
 def chunk_of(message: pb.StageRequest) -> bytes:

@@ -3,8 +3,8 @@
     python -m training source=grpc://10.0.0.5:50051
 
 grpcs:// is TLS. Checkpoints stay on this machine; which of them counts, the server's ledger says. A version is kept in the
-registry here and staged on the server, which decides on it. What the server serves is a baseline for the gate only if its
-weights are here: those that this machine published, and the drafter embedded for the model.
+registry here and staged on the server, which decides on it. What the server serves is the gate's baseline: a version
+that is not here yet is fetched.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
+
 from runtime.drafters import embedded
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.none import NoDrafter
-from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable
+from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable, SlipstreamError
+from runtime.files import temporary_directory
 from runtime.models import absolute
 from runtime.registry import Registry, VersionRecord
 from runtime.registry.life import Origin
@@ -82,24 +85,43 @@ class ServerVersions:
         self._registry = registry
         self._server = server
         self._patience_s = patience_s
-        self._unknown: str | None = None  # what the server serves and is not here; told once
+        self._unknown: str | None = None  # what the server serves and could not be fetched; told once
         directory = embedded.path_for(target.name)
         if directory is not None:
             whose = target.fingerprint
             registry.publish(directory, parent=None, step=0, target_fingerprint=whose, metrics={}, notes="embedded")
 
     def active(self) -> str | None:
-        """What the server serves, if its weights are here."""
+        """What the server serves; fetched if it is not here yet. None: no version, or one that could not be fetched."""
         version = self._server.active_version()
+        if version in KINDS or version == self._unknown:
+            return None
         try:
             self._registry.path(version)
         except DrafterRejected:
-            if version != self._unknown and version not in KINDS:
-                self._unknown = version
-                logger.info(
-                    "the server's drafter %s is not on this machine: candidates are compared to where the run began", version
+            return self._fetched(version)
+        return version
+
+    def _fetched(self, version: str) -> str | None:
+        """Every reason not to have it leaves a baseline to judge by: where the run began."""
+        try:
+            with temporary_directory(self._registry.root) as directory:
+                said = self._server.download(version, directory)
+                self._registry.publish(
+                    directory,
+                    parent=said.parent,
+                    step=said.step,
+                    target_fingerprint=said.target_fingerprint,
+                    metrics=said.metrics,
+                    notes=said.notes,
                 )
+        except (SlipstreamError, grpc.RpcError, OSError) as error:
+            self._unknown = version
+            logger.warning(
+                "the server's drafter %s cannot be fetched (%s): candidates are compared to where the run began", version, error
+            )
             return None
+        logger.info("fetched the server's drafter %s", version)
         return version
 
     def path(self, version: str) -> Path:

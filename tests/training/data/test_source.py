@@ -16,10 +16,15 @@ from typing import IO
 import pytest
 import trustme
 
+from runtime.eagle3 import version_id
 from runtime.errors import ConfigError, EngineUnavailable
-from runtime.registry import Registry, VersionState
+from runtime.registry import Origin, Registry, VersionState
+from runtime.rpc.drafters_client import DrafterClient
 from training.app import run
-from training.config import Mode, RemoteConfig, TrainingConfig
+from training.config import GateConfig, Mode, RemoteConfig, TrainingConfig
+from training.data.source import ServerVersions
+from training.judging.gate import NGRAM, Baseline, Gate
+from training.learning.start import from_scratch, row_check
 
 READY = re.compile(r"ready https?=\S+ grpc=127\.0\.0\.1:(\d+)")
 KEY = "the-key-of-a-trainer"
@@ -121,6 +126,48 @@ def test_it_learns_from_a_server_and_stages_what_is_better_there(state, serve, t
     later = state.add(range(30, 34))
     assert run(elsewhere(state, **settings)) == 0
     assert state.ledger.consumption("default") == dict.fromkeys(names + later, 1)
+
+
+def test_what_serves_is_fetched_to_be_compared_with(state, serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A version that somebody else brought to the server is the baseline here."""
+    caplog.set_level("INFO")
+    server = serve("drafter=ngram")
+    drafter, other = tmp_path / "drafter", tmp_path / "other"
+    for seed, directory in enumerate((drafter, other)):
+        from_scratch(state.target, state.config(trainer__seed=seed).trainer, state.rows(range(8))).export(directory)
+    with DrafterClient(f"127.0.0.1:{server.port}") as client:
+        here = Registry(tmp_path / "here")
+        versions = ServerVersions(here, client, state.target, patience_s=10.0)
+        assert versions.active() is None, "n-gram lookup serves"
+        version = client.upload(drafter, Origin(step=7, metrics={"acceptance_length": 2.5})).version
+        client.activate(version)
+        assert versions.active() == version == version_id(versions.path(version))
+        manifest = here.get(version).manifest
+        assert manifest is not None
+        assert (manifest.step, manifest.metrics["acceptance_length"]) == (7, 2.5)
+        assert manifest.target_fingerprint == state.target.fingerprint
+        gate = Gate(
+            GateConfig(),
+            state.store,
+            state.ledger,
+            versions,
+            check=row_check(state.target),
+            embedding=state.target.embedding,
+            lm_head=state.target.lm_head,
+            target_fingerprint=state.target.fingerprint,
+            start=Baseline(NGRAM, None),
+            seed=0,
+        )
+        assert gate.baseline() == Baseline(version, here.path(version))
+
+        unread = client.upload(other).version
+        client.activate(unread)
+        (state.root / "registry" / "versions" / unread / "model.safetensors").write_bytes(b"nothing")
+        for _ in range(2):
+            assert versions.active() is None
+        assert gate.baseline() == Baseline(NGRAM, None), "where the run began"
+        assert len([record for record in caplog.records if "cannot be fetched" in record.getMessage()]) == 1
+        assert not list((tmp_path / "here").glob(".tmp-*"))
 
 
 def test_two_trainers_of_one_run_share_the_rows(state, serve) -> None:

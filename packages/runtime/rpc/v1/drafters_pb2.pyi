@@ -142,6 +142,20 @@ class GetRequest(_message.Message):
     version: str
     def __init__(self, version: _Optional[str] = ...) -> None: ...
 
+class DownloadRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class DownloadResponse(_message.Message):
+    __slots__ = ("upload", "chunk")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    upload: StageRequest.Upload
+    chunk: bytes
+    def __init__(self, upload: _Optional[_Union[StageRequest.Upload, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("include_history",)
     INCLUDE_HISTORY_FIELD_NUMBER: _ClassVar[int]

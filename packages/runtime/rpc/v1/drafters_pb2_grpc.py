@@ -65,6 +65,11 @@ class DrafterServiceStub:
                 request_serializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.GetRequest.SerializeToString,
                 response_deserializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.Drafter.FromString,
                 _registered_method=True)
+        self.Download = channel.unary_stream(
+                '/slipstream.v1.DrafterService/Download',
+                request_serializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadRequest.SerializeToString,
+                response_deserializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/slipstream.v1.DrafterService/Watch',
                 request_serializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.WatchRequest.SerializeToString,
@@ -120,6 +125,13 @@ class DrafterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Download(self, request, context):
+        """Sends a version's checkpoint, as Stage takes one: say for a trainer that compares its candidates with what serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """What happens to versions, as it happens. Ends with UNAVAILABLE when the server begins to stop.
         """
@@ -159,6 +171,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.GetRequest.FromString,
                     response_serializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.Drafter.SerializeToString,
+            ),
+            'Download': grpc.unary_stream_rpc_method_handler(
+                    servicer.Download,
+                    request_deserializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadRequest.FromString,
+                    response_serializer=runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -329,6 +346,33 @@ class DrafterService:
             '/slipstream.v1.DrafterService/Get',
             runtime_dot_rpc_dot_v1_dot_drafters__pb2.GetRequest.SerializeToString,
             runtime_dot_rpc_dot_v1_dot_drafters__pb2.Drafter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Download(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.DrafterService/Download',
+            runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadRequest.SerializeToString,
+            runtime_dot_rpc_dot_v1_dot_drafters__pb2.DownloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

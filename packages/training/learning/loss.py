@@ -126,7 +126,10 @@ class _HeadLoss(torch.autograd.Function):
             losses[pairs], alphas[pairs], drafts[pairs] = figures.losses, figures.alphas, figures.drafts
             weights_n = weights[pairs, None].to(states.dtype)
             d_states[pairs] = (gradient @ cast_head).mul_(weights_n)
-            d_head += product(gradient.T, states_n.mul_(weights_n).T)
+            if gradient.dtype == d_head.dtype:
+                d_head.addmm_(gradient.T, states_n.mul_(weights_n))
+            else:
+                d_head += product(gradient.T, states_n.mul_(weights_n).T)
         if states.is_cuda:
             losses, alphas = losses.masked_fill_(~kept, 0.0), alphas.masked_fill_(~kept, 0.0)
         ctx.save_for_backward(d_states, d_head)

@@ -25,6 +25,8 @@ import torch
 
 from training.config import Objective
 
+STRIP = 8  # pairs at a time
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -48,27 +50,46 @@ def pair_gradients(
     log_z: torch.Tensor,  # [m] logsumexp of each target row over the target's whole vocabulary
     aim: Aim,
 ) -> tuple[torch.Tensor, PairFigures]:
-    """(gradient of each pair's loss with regard to its logits [n, Vd], figures). Written for the cache of a CPU core."""
-    log_d = target_logits.logsumexp(-1)  # [m]
-    target = target_logits.sub_(log_d[:, None]).exp_()[at]  # [n, Vd] p
+    """(gradient of each pair's loss with regard to its logits [n, Vd], in their place; figures).
+
+    Written for a CPU: some rows at a time, so that what one operation leaves the next finds in the cache of the core.
+    """
+    target, log_d, _ = _softmax(target_logits)  # [m, Vd] p, [m]
     mass = (log_d - log_z).exp_()[at, None]  # [n, 1] r = mass * p
-    best, drafts = logits.max(-1)
+    parts = [
+        _strip(rows, target[at_rows], mass_rows, aim)
+        for rows, at_rows, mass_rows in zip(logits.split(STRIP), at.split(STRIP), mass.split(STRIP), strict=True)  # type: ignore[no-untyped-call]
+    ]
+    return logits, PairFigures(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(softmax [n, Vd] in place of the logits, their logsumexp [n], their argmax [n])."""
+    best, at = logits.max(-1)
+    probs = torch.softmax(logits, -1, out=logits)
+    return probs, best - probs.gather(1, at[:, None])[:, 0].log(), at
+
+
+def _strip(
+    logits: torch.Tensor, target: torch.Tensor, mass: torch.Tensor, aim: Aim
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(losses, alphas, drafts) of some pairs. logits [n, Vd] become their gradient; target [n, Vd] is p, and overwritten."""
     dots = torch.linalg.vecdot(target, logits)
-    probs = torch.softmax(logits, -1, out=logits)  # q
-    log_q = best - probs.gather(1, drafts[:, None])[:, 0].log()  # [n] logsumexp of the logits
+    probs, log_q, drafts = _softmax(logits)  # q
     entropies = log_q - dots
     overlap = torch.mul(target, mass)  # r
-    is_under = probs < overlap if aim.objective is not Objective.CROSS_ENTROPY else None  # m
+    if aim.objective is Objective.CROSS_ENTROPY:
+        alphas = torch.minimum(overlap, probs, out=overlap).sum(-1)
+        probs.sub_(target)
+        return entropies, alphas, drafts
+    under = torch.where(probs < overlap, probs, 0.0)  # q m
     alphas = torch.minimum(overlap, probs, out=overlap).sum(-1)
-    if is_under is None:
-        return probs.sub_(target), PairFigures(entropies, alphas, drafts)
-    tiny = torch.finfo(alphas.dtype).tiny
-    under = torch.where(is_under, probs, 0.0)  # q m
     toward = torch.addcmul(-under, probs, under.sum(-1, keepdim=True))  # q (sum q m - m)
     if aim.objective is Objective.LK_ALPHA:
-        bounded = alphas.clamp(min=tiny)
-        return toward.div_(bounded[:, None]), PairFigures(-bounded.log(), alphas, drafts)
+        bounded = alphas.clamp(min=torch.finfo(alphas.dtype).tiny)
+        torch.div(toward, bounded[:, None], out=probs)
+        return -bounded.log(), alphas, drafts
     weight = torch.exp(-aim.eta * alphas)  # [n]
     divergence = entropies + torch.special.xlogy(target, target).sum(-1)  # KL(p || q)
-    gradient = probs.sub_(target).mul_(weight[:, None]).addcmul_(toward, 1 - weight[:, None])
-    return gradient, PairFigures(weight * divergence + (1 - weight) * (1 - alphas), alphas, drafts)
+    probs.sub_(target).mul_(weight[:, None]).addcmul_(toward, 1 - weight[:, None])
+    return weight * divergence + (1 - weight) * (1 - alphas), alphas, drafts

@@ -17,27 +17,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.logging import RichHandler
 from safetensors import SafetensorError
 
+from runtime.backends.transformers.packed import load_packed
 from runtime.config import StoreKind, require
 from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
-from runtime.features.leases import Leases, Rows
+from runtime.features.leases import Leases, LiveRows
 from runtime.features.ledger import Ledger
 from runtime.features.plane import open_feature_plane
 from runtime.features.store import FeatureStore
 from runtime.files import TEMPORARY_PREFIX
-from runtime.models import absolute, home
+from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.capture.run import capture
 from training.config import Mode, TrainingConfig
+from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
+from training.data.prefill import CorpusLedger, HeldoutRows, Prefill
 from training.data.stream import OnlineStream
+from training.data.token_stream import TokenStream
 from training.interchange.commands import export_drafter, import_drafter
 from training.interleaved.loop import build_online_eagle3_runtime
+from training.judging.evaluation import evaluate_drafter
 from training.learning.distributed import World, joined
 from training.reporting import plot
 from training.reporting.metrics import TrainMetrics
@@ -51,7 +57,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Command = Callable[[TrainingConfig, Path, Console, threading.Event], int]
 """(settings, state directory, where to show progress, asks for an early end) -> exit status."""
 
-COMMANDS: Mapping[Mode, Command] = {Mode.CAPTURE: capture, Mode.EXPORT: export_drafter, Mode.IMPORT: import_drafter}
+COMMANDS: Mapping[Mode, Command] = {
+    Mode.CAPTURE: capture,
+    Mode.EVALUATE: evaluate_drafter,
+    Mode.EXPORT: export_drafter,
+    Mode.IMPORT: import_drafter,
+}
 """Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
 
 
@@ -129,6 +140,8 @@ def train(shop: Workshop) -> None:
             _tell(shop, server.address)
             shop.check_budget(server.rows.budget_bytes())
             make_trainer(shop, server.rows, server.rows).fit(_online(shop, server.rows, server.rows))
+    elif shop.config.data.corpus is not None:
+        _over_corpus(shop, shop.config.data.corpus)
     else:
         store, ledger = _open_plane(shop)
         is_online = shop.config.mode is Mode.ONLINE
@@ -136,7 +149,28 @@ def train(shop: Workshop) -> None:
         make_trainer(shop, store, ledger).fit(stream)
 
 
-def _online(shop: Workshop, store: Rows, ledger: Leases) -> OnlineStream:
+def _over_corpus(shop: Workshop, given: str) -> None:
+    """Epochs over token rows, whose states the target computes here as they are needed."""
+    config, name, world = shop.config, shop.config.trainer.name, shop.world
+    _tell(shop, given)
+    tokenizer, cache = Tokenizer.load(shop.resolved.path), shop.state_dir / "cache" / "tokens"
+    longest = min(config.data.max_tokens, int(shop.target.config.get("max_position_embeddings", config.data.max_tokens)))
+    with world.first_in_turn():  # what it tokenised the others find
+        found = load_corpus(given, tokenizer, shop.target.vocab_size, longest, cache, shop.progress.tokenising)
+    shop.progress.corpus(found)
+    prefill = Prefill(load_packed(shop.resolved, shop.target.device), found.corpus, config.data.max_batch_tokens)
+    is_heldout = found.corpus.is_heldout(config.data.heldout_fraction)
+    heldout = HeldoutRows(prefill, np.flatnonzero(is_heldout).tolist())
+    ledger = CorpusLedger(shop.run_dir / "ledger.sqlite", heldout.refs(name, shop.target))
+    rows, seed = np.flatnonzero(~is_heldout).tolist(), config.trainer.seed
+    stream = TokenStream(prefill, rows, name, shop.data_of_step, seed, rank=world.rank, num_ranks=world.size)
+    try:
+        make_trainer(shop, heldout, ledger).fit(stream)
+    finally:
+        ledger.close()
+
+
+def _online(shop: Workshop, store: LiveRows, ledger: Leases) -> OnlineStream:
     trainer, world = shop.config.trainer, shop.world
     with world.first_in_turn():  # which gives back what the run, and all who trained it, leased before
         return OnlineStream(

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runtime.eagle3 import save
 from runtime.errors import ConfigError
 from runtime.features.leases import Leases
@@ -263,7 +265,8 @@ class Trainer:
     def _begin(self) -> Learning | None:
         """A learner from the starting point, once enough rows are there; None if the run is over before."""
         is_scratch = self._start.directory is None
-        if is_scratch:
+        counts = self._stream.token_counts(self._target.vocab_size) if is_scratch else None
+        if is_scratch and counts is None:
             rows = self._first_rows(-(-MAX_FIRST_ROWS // self._world.size), self._config.vocabulary_tokens)
         else:
             rows = self._first_rows(self._data.batch_rows, CONDITIONING_TOKENS)
@@ -272,8 +275,8 @@ class Trainer:
             logger.info("the run is over before there were rows to learn from")
             return None
         if self._start.directory is None:
-            learner = from_scratch(self._target, self._config, rows, self._world)
-            said = f"from scratch, draft vocabulary of {len(learner.vocabulary)} from {num_rows:.0f} rows"
+            learner = from_scratch(self._target, self._config, rows, self._world, counts)
+            said = f"from scratch, draft vocabulary of {len(learner.vocabulary)} from {_told(counts, learner, num_rows)}"
         else:
             learner = continue_from(self._start.directory, self._target, self._config, rows, self._world)
             said = f"from drafter {self._start.version} ({self._start.directory})"
@@ -284,7 +287,7 @@ class Trainer:
         """The first rows of this rank: max_rows of them, or until all ranks together have num_tokens generated tokens, or what
         there is when nothing more will come."""
         while True:
-            rows = self._stream.preview(max_rows)
+            rows = self._stream.preview(max_rows, num_tokens)
             [seen] = self._world.sum([int(generated_counts(rows, self._target.vocab_size).sum())])
             is_full, is_live = self._world.any(len(rows) == max_rows, self._stream.is_live)
             if seen >= num_tokens or is_full or not is_live or self._is_over(None):
@@ -331,3 +334,12 @@ class Trainer:
     @property
     def _checkpoints(self) -> Path:
         return self._run_dir / "checkpoints"
+
+
+def _told(counts: torch.Tensor | None, learner: Learning, num_rows: float) -> str:
+    """What the draft vocabulary was counted over."""
+    if counts is None:
+        return f"{num_rows:.0f} rows"
+    total = int(counts.sum())
+    covered = int(counts[learner.vocabulary.target_ids.cpu()].sum()) / max(total, 1)
+    return f"the {total} generated tokens of all rows, {covered:.1%} of which it has"

@@ -240,6 +240,9 @@ class IndexedStore:
             self._index.read("SELECT generation, name FROM objects WHERE state = 'stale' ORDER BY held_at LIMIT ?", (limit,))
         )
 
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes()
+
     def used_bytes(self) -> int:
         [(used,)] = self._index.read("SELECT used_bytes FROM usage")
         return int(used)

@@ -47,3 +47,11 @@ class Rows(Protocol):
     """What a trainer asks of a feature store."""
 
     def get(self, ref: SampleRef) -> tuple[FeatureRow, Lease]: ...
+
+
+class LiveRows(Rows, Protocol):
+    """What a trainer asks of a store that others fill meanwhile."""
+
+    def free_bytes(self) -> int:
+        """What is left of its budget."""
+        ...

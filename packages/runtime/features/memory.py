@@ -106,6 +106,9 @@ class MemoryStore:
             ]
             return sum(self._remove(sample_id) for sample_id in doomed)
 
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes()
+
     def used_bytes(self) -> int:
         return self._used_bytes
 

@@ -93,6 +93,10 @@ class FeatureStore(Protocol):
         rows not in it that nobody put or got within the age. Returns how many went."""
         ...
 
+    def free_bytes(self) -> int:
+        """What is left of the budget."""
+        ...
+
     def used_bytes(self) -> int:
         """What counts against the budget: also rows being written, and released ones that are not removed yet."""
         ...

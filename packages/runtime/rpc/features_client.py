@@ -143,6 +143,11 @@ class FeatureClient(Client):
         """Of the server's store of rows."""
         return int(self._call(self._stub.Status, pb.StatusRequest()).budget_bytes)
 
+    def free_bytes(self) -> int:
+        """What is left of it."""
+        status = self._call(self._stub.Status, pb.StatusRequest())
+        return int(status.budget_bytes - status.used_bytes)
+
     def target_fingerprint(self) -> str:
         """Of the model that the server serves."""
         return str(self._call(self._stub.Status, pb.StatusRequest()).target_fingerprint)

@@ -135,11 +135,12 @@ class _Job:
         store, ledger = open_feature_plane(root, config)
         stack.callback(store.close)
         stack.callback(ledger.close)
+        device = choose_device(self._config.model.device)
         sink = FeatureSink(
-            load_packed(self._config.model, self._resolved),
+            load_packed(self._resolved, device),
             store,
             ledger,
-            load_target_weights(self._resolved, choose_device(self._config.model.device)),
+            load_target_weights(self._resolved, device),
             run_id=self._config.trainer.name,
             heldout_fraction=self._config.data.heldout_fraction,
             max_batch_tokens=self._config.data.max_batch_tokens,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from runtime.features.channel import ConsumerView
-from runtime.features.leases import Leases
+from runtime.features.leases import Leases, LiveRows
 from runtime.features.ledger import Ledger
 from runtime.features.refs import SampleRef
 
@@ -37,16 +37,24 @@ class Arrivals(Protocol):
 class LedgerArrivals:
     """Rows that somebody commits to the ledger, at any time. Flow control is the store's budget, and the tap sheds."""
 
-    is_live = True
     is_over = False
 
-    def __init__(self, ledger: Leases, run_id: str, lease_timeout_s: float) -> None:
+    def __init__(self, store: LiveRows, ledger: Leases, run_id: str, lease_timeout_s: float) -> None:
+        self._store = store
+        self._largest_bytes = 0  # of the rows that came
         self._ledger = ledger
         self._run_id = run_id
         self._lease_timeout_s = lease_timeout_s
 
+    @property
+    def is_live(self) -> bool:
+        """Not where the budget is full of rows that all wait to be trained: then nobody finds room for another one."""
+        return self._store.free_bytes() > self._largest_bytes or self._ledger.status()["durable"] > 0
+
     def take(self, num_rows: int) -> list[SampleRef]:
-        return self._ledger.lease(self._run_id, num_rows, self._lease_timeout_s)
+        refs = self._ledger.lease(self._run_id, num_rows, self._lease_timeout_s)
+        self._largest_bytes = max([self._largest_bytes, *(ref.num_bytes for ref in refs)])
+        return refs
 
     def done(self, sample_ids: Sequence[str]) -> None:
         """Nobody waits for it."""

@@ -50,8 +50,16 @@ class OfflineStream:
         self._num_trained = 0  # here
         self._begin_epoch()
 
-    def preview(self, num_rows: int) -> list[TrainingRow]:
-        return self._load(self._left[self._rank :: self._num_ranks][:num_rows])
+    def preview(self, num_rows: int, num_tokens: int) -> list[TrainingRow]:
+        rows: list[TrainingRow] = []
+        for name in self._left[self._rank :: self._num_ranks]:
+            if len(rows) == num_rows or sum(int(row.features.generated.sum()) for row in rows) >= num_tokens:
+                break
+            rows += self._load([name])
+        return rows
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor | None:
+        return None
 
     def next_batch(self) -> list[TrainingRow]:
         return self._load(self._deal()[self._rank])

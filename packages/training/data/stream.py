@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.errors import EngineUnavailable, FeatureError, FeatureNotFound, FeatureUnavailable, ProducerFailed
-from runtime.features.leases import Leases, Rows
+from runtime.features.leases import Leases, LiveRows, Rows
 from runtime.features.ledger import member_of
 from runtime.features.refs import SampleRef
 from training.config import DataConfig
@@ -43,8 +43,13 @@ class Stream(Protocol):
         """More rows may come before any of these is trained."""
         ...
 
-    def preview(self, num_rows: int) -> list[TrainingRow]:
-        """Up to num_rows rows that will be trained next, without consuming them."""
+    def preview(self, num_rows: int, num_tokens: int) -> list[TrainingRow]:
+        """Rows that will be trained next, without consuming them: enough for num_tokens generated tokens, and little more;
+        at most num_rows, and no more than there are."""
+        ...
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor | None:
+        """int64 [V]: how often each token was generated in all rows that there will ever be; None where nobody can know."""
         ...
 
     def next_batch(self) -> list[TrainingRow]:
@@ -97,7 +102,7 @@ class _Replayed:
 class OnlineStream:
     def __init__(
         self,
-        store: Rows,
+        store: LiveRows,
         ledger: Leases,
         run_id: str,
         config: DataConfig,
@@ -124,15 +129,24 @@ class OnlineStream:
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
         ledger.recover(self._name)
-        self._arrivals = arrivals or LedgerArrivals(ledger, self._name, config.lease_timeout_s)
+        self._arrivals = arrivals or LedgerArrivals(store, ledger, self._name, config.lease_timeout_s)
 
     @property
     def is_live(self) -> bool:
         return self._arrivals.is_live
 
-    def preview(self, num_rows: int) -> list[TrainingRow]:
-        self._lease(num_rows)
-        return [row for _, row in list(self._fresh.values())[:num_rows]]
+    def preview(self, num_rows: int, num_tokens: int) -> list[TrainingRow]:
+        """Leases no more than it shows: others may want the rest."""
+        while True:
+            rows = [row for _, row in list(self._fresh.values())[:num_rows]]
+            if len(rows) == num_rows or sum(int(row.features.generated.sum()) for row in rows) >= num_tokens:
+                return rows
+            self._lease(min(len(self._fresh) + self._config.batch_rows, num_rows))
+            if len(self._fresh) <= len(rows):
+                return rows
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor | None:
+        return None
 
     def next_batch(self) -> list[TrainingRow]:
         """Fresh rows first, then a random choice of rows whose passes are not used up. While rows may still be arriving, a
@@ -141,8 +155,8 @@ class OnlineStream:
         self._lease(size)
         fresh = [row for _, row in list(self._fresh.values())[:size]]
         again = [name for name, entry in self._replay.items() if entry.num_passes < self._config.passes]
-        is_waiting = self.is_live and time.monotonic() - self._arrived_at < self._config.fill_wait_s
-        if len(fresh) + len(again) < size and is_waiting:
+        is_early = time.monotonic() - self._arrived_at < self._config.fill_wait_s
+        if len(fresh) + len(again) < size and is_early and self.is_live:
             return []
         order = torch.randperm(len(again), generator=self._generator).tolist() if len(fresh) < size else []
         replayed = self._load_again([again[i] for i in order], size - len(fresh))

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from runtime.errors import ConfigError
-from runtime.features.leases import Leases
 from training.config import DataConfig
 from training.data.batches import TrainingRow
 from training.data.prefill import Prefill, cut_by_tokens
@@ -36,7 +35,6 @@ class TokenStream:
         self,
         prefill: Prefill,
         rows: Sequence[int],
-        ledger: Leases,
         run_id: str,
         config: DataConfig,
         seed: int,
@@ -47,7 +45,6 @@ class TokenStream:
         """rows: of the corpus, those to be trained on."""
         self._prefill = prefill
         self._rows = np.asarray(rows, dtype=np.int64)
-        self._ledger = ledger
         self._run_id = run_id
         self._config = config
         self._seed = seed
@@ -59,8 +56,15 @@ class TokenStream:
         self._ahead: tuple[tuple[int, int], list[TrainingRow]] | None = None  # (epoch, batch) -> its rows
         self._order: list[list[int]] = self._plan(0)
 
-    def preview(self, num_rows: int) -> list[TrainingRow]:
-        return self._prefill.rows([row for batch in self._order for row in batch][:num_rows])
+    def preview(self, num_rows: int, num_tokens: int) -> list[TrainingRow]:
+        rows: list[int] = []
+        seen = 0
+        for row in (row for batch in self._order for row in batch):
+            if len(rows) == num_rows or seen >= num_tokens:
+                break
+            rows.append(row)
+            seen += int(self._prefill.corpus.generated_of(row).sum())
+        return self._prefill.rows(rows)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor | None:
         return self._prefill.corpus.token_counts(vocab_size)

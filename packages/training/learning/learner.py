@@ -257,7 +257,7 @@ def conditioning(model: Eagle3Model, rows: Sequence[TrainingRow], world: World =
         return torch.ones(width)
     sums = torch.zeros(width + 1, dtype=torch.float64)  # of squares, and the number of positions
     for row in rows:
-        sums[:-1] += row.features.hidden.aux.double().square().sum(0)
+        sums[:-1] += row.features.hidden.aux.double().square().sum(0).cpu()
         sums[-1] += len(row.features.hidden)
     world.add_up(sums)
     exponents = -0.5 * torch.log2(sums[:-1] / sums[-1].clamp(min=1))

@@ -71,11 +71,19 @@ def continue_from(
     return begin(model, conditioning(model, rows, world), target, config, config.learning_rate or CONTINUE_RATE, world)
 
 
-def from_scratch(target: TargetWeights, config: TrainerConfig, rows: Sequence[TrainingRow], world: World = ALONE) -> Learning:
-    """A learner on a new drafter. rows: the first of this rank's traffic, for the draft vocabulary and the conditioning."""
+def from_scratch(
+    target: TargetWeights,
+    config: TrainerConfig,
+    rows: Sequence[TrainingRow],
+    world: World = ALONE,
+    counts: torch.Tensor | None = None,
+) -> Learning:
+    """A learner on a new drafter. rows: the first of this rank's traffic, for the conditioning; and for the draft vocabulary,
+    unless counts, int64 [V] of all generated tokens, are known."""
     size = min(config.draft_vocab_size or DEFAULT_VOCABULARY_SIZE, target.vocab_size)
-    counts = generated_counts(rows, target.vocab_size)
-    world.add_up(counts)
+    if counts is None:
+        counts = generated_counts(rows, target.vocab_size)
+        world.add_up(counts)
     vocabulary = DraftVocabulary.from_token_counts(counts, size)
     shape = Eagle3Config.for_target(target.config, size, aux_layer_ids=target.aux_layer_ids)
     model = Eagle3Model(shape, vocabulary, target.embedding)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from training.data.corpus import Found
 from training.interleaved.producer import HELDOUT, ROW, UNUSABLE, Round
 from training.judging.gate import Published, Verdict
 from training.learning.learner import StepResult
@@ -163,6 +164,18 @@ class Progress:
         self._write("version", version=news.version, state=news.state.value, reason=news.reason)
         self._shown["published"] = f"{news.version} ({news.state.value})"
         self._say(f"version {news.version} is {news.state.value}{': ' + news.reason if news.reason else ''}")
+
+    # --- events of a corpus ---
+
+    def tokenising(self, done: int, total: int) -> None:
+        self._shown["conversations tokenised"] = f"{done} of {total}"
+        self._log_now_and_then()
+
+    def corpus(self, found: Found) -> None:
+        corpus = found.corpus
+        counts = {"left_out": dict(found.left_out), "truncated": dict(found.truncated)}
+        self._write("corpus", rows=len(corpus), tokens=corpus.num_tokens, generated_tokens=corpus.num_generated, **counts)
+        self._say(f"corpus: {found.told()}")
 
     # --- events of an interleaved run's producer, from its thread ---
 

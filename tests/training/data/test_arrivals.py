@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from runtime.errors import ProducerFailed
+from runtime.config import FeaturesConfig
+from runtime.errors import FeatureBudgetExceeded, ProducerFailed
 from runtime.features.channel import RefChannel
 from runtime.features.flow import Quantum, Watermarks
+from runtime.features.plane import open_feature_plane
 from training.config import DataConfig
 from training.data.arrivals import ChannelArrivals, LedgerArrivals
 from training.data.stream import OnlineStream
@@ -54,11 +58,27 @@ def test_it_is_live_while_more_may_come_before_anything_is_trained(state, channe
     assert (arrivals.is_live, arrivals.is_over) == (False, True)
 
 
-def test_a_ledger_is_always_live(state) -> None:
+def test_a_ledger_is_live_until_its_store_is_full_of_rows_to_be_trained(state) -> None:
     names = state.add(range(3))
-    arrivals = LedgerArrivals(state.ledger, "run", 60.0)
-    assert [ref.sample_id for ref in arrivals.take(2)] == names[:2]
+    arrivals = LedgerArrivals(state.store, state.ledger, "run", 60.0)
+    refs = arrivals.take(2)
+    assert [ref.sample_id for ref in refs] == names[:2]
     assert (arrivals.is_live, arrivals.is_over) == (True, False)
+    small = FeaturesConfig(budget_mib=1)
+    store, ledger = open_feature_plane(state.root / "small", small)
+    arrivals = LedgerArrivals(store, ledger, "run", 60.0)
+    for seed in itertools.count():
+        try:
+            ref = store.put(state.meta(f"row-{seed}"), state.row(seed))
+        except FeatureBudgetExceeded:
+            break
+        ledger.commit(ref, "train")
+        assert len(arrivals.take(1)) == 1
+    assert not arrivals.is_live
+    ledger.record_checkpoint("run", "x", 1, ["row-0"])  # whose room the next row gets
+    assert arrivals.is_live
+    store.close()
+    ledger.close()
 
 
 def test_what_came_before_a_failure_is_trained_first_and_at_once(state, channel: RefChannel) -> None:

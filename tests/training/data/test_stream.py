@@ -89,8 +89,15 @@ def test_a_batch_holds_its_tokens_and_at_least_one_row(state, online: Callable) 
 def test_preview_shows_what_will_be_trained_and_takes_nothing(state, online: Callable) -> None:
     names = state.add(range(6))
     stream = online()
-    assert [row.sample_id for row in stream.preview(5)] == names[:5]
+    assert [row.sample_id for row in stream.preview(5, 10**6)] == names[:5]
     assert take(stream) == names[:4]
+
+
+def test_preview_leaves_to_others_what_it_does_not_need(state, online: Callable) -> None:
+    names = state.add(range(12))  # of 14 generated tokens
+    first, second = online(run_id="run@a"), online(run_id="run@b")  # batches of four
+    assert [row.sample_id for row in first.preview(512, 60)] == names[:8]
+    assert [row.sample_id for row in second.preview(512, 50)] == names[8:]
 
 
 def test_the_same_choice_after_a_checkpoint(state, online: Callable, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from runtime.backends.transformers import attention
 from runtime.backends.transformers.attention import BATCH, RaggedBatch
-from runtime.backends.transformers.loading import choose_device, choose_dtype, read_weights
+from runtime.backends.transformers.loading import choose_dtype, read_weights
 from runtime.backends.transformers.probe import decoder_layers, probe_model
 from runtime.backends.transformers.target import take_aux, take_last
-from runtime.config import Dtype, ModelConfig
+from runtime.config import Dtype
 from runtime.hidden_states import HiddenStates, default_aux_layer_ids
 from runtime.models import ResolvedModel
 
@@ -28,9 +28,8 @@ HALF = (torch.bfloat16, torch.float16)
 MAX_FUSED_DIM = 256  # of a head
 
 
-def load_packed(model: ModelConfig, resolved: ResolvedModel) -> PackedForward:
-    """The model of a directory, bfloat16 on CUDA and float32 on a CPU. ModelError or ConfigError if it cannot be used."""
-    device = choose_device(model.device)
+def load_packed(resolved: ResolvedModel, device: torch.device) -> PackedForward:
+    """The model of a directory, bfloat16 on CUDA and float32 on a CPU. ModelError if it cannot be used."""
     return PackedForward(read_weights(resolved, choose_dtype(Dtype.AUTO, device), device))
 
 
@@ -46,9 +45,9 @@ class PackedForward:
         model.set_attn_implementation(attention.NAME)
         self.device, self.dtype = shape.device, shape.dtype
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-        self._layer_ids = default_aux_layer_ids(shape.num_layers)
+        self.layer_ids = default_aux_layer_ids(shape.num_layers)
         layers = decoder_layers(model)
-        for layer_id in self._layer_ids:
+        for layer_id in self.layer_ids:
             layers[layer_id].register_forward_hook(take_aux(layer_id), with_kwargs=True)
         self._decoder.register_forward_hook(take_last, with_kwargs=True)
 
@@ -64,7 +63,7 @@ class PackedForward:
         batch = RaggedBatch(_Rows(offsets, self.device))
         inputs: dict[str, Any] = {"input_ids": _moved(token_ids, self.device)[None], BATCH: batch, "use_cache": False}
         self._decoder(**inputs, position_ids=_moved(positions, self.device)[None])
-        return batch.hidden(self._layer_ids)
+        return batch.hidden(self.layer_ids)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -113,11 +113,9 @@ def import_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
         write_as(ours, drafter, Dialect.SLIPSTREAM, target.verifier)
         validate(ours, target.info, target.weights.embedding)
         if not config.interchange.register:
-            console.print(
-                f"{path} is a drafter for {target.weights.name}, in {drafter.dialect}'s form; nothing was registered", **PLAIN
-            )
+            console.print(f"{path} ({drafter.dialect}) is a drafter for {target.weights.name}; nothing was registered", **PLAIN)
             return 0
-        said = f"imported from {path.name}, in {drafter.dialect}'s form"
+        said = f"imported from {path.name} ({drafter.dialect})"
         version = _registry(config, state_dir).publish(
             ours if manifest is None else path,  # a version of ours keeps its bytes, and so its id
             parent=None if manifest is None else manifest.parent,
@@ -135,7 +133,9 @@ def _target(config: TrainingConfig) -> _Target:
     weights = load_target_weights(resolved, torch.device("cpu"))
     architectures = tuple(weights.config.get("architectures") or ())
     num_layers = int(weights.config["num_hidden_layers"])
-    verifier = Verifier(resolved.name, resolved.fingerprint, architectures, num_layers, config.export.draft_tokens)
+    verifier = Verifier(
+        config.export.target or resolved.name, resolved.fingerprint, architectures, num_layers, config.export.draft_tokens
+    )
     return _Target(weights, verifier)
 
 

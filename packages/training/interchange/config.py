@@ -20,6 +20,7 @@ class ExportConfig:
     format: Format = Format.SLIPSTREAM
     out: str | None = None  # a directory that is empty or not there yet
     evaluation: str | None = None  # the JSON of mode=evaluate, for the model card
+    target: str | None = None  # by which name the engine finds the target, where the files say it; null: model.name
     draft_tokens: int = 5  # what the files advise an engine to draft, where there is a place for it
 
     def __post_init__(self) -> None:
@@ -27,6 +28,8 @@ class ExportConfig:
         require_directory("export.out", self.out)
         ok = self.evaluation is None or bool(self.evaluation.strip())
         require(ok, "export.evaluation", self.evaluation, "a file that mode=evaluate wrote, or null")
+        ok = self.target is None or bool(self.target.strip())
+        require(ok, "export.target", self.target, "a hub id or a directory, or null")
         require(1 <= self.draft_tokens <= 64, "export.draft_tokens", self.draft_tokens, "between 1 and 64")
 
 

@@ -21,6 +21,8 @@ from training.learning.distributed import ALONE, World
 from training.learning.learner import Learner, StepResult
 from training.learning.target_weights import TargetWeights
 
+SHARED = ("scale", "d2t", "t2d")  # tensors that heads have in common
+
 Score = Callable[[Eagle3Model], float | None]
 """Acceptance length on held-out rows; None while there are too few."""
 
@@ -68,7 +70,12 @@ class Hedge:
         return self._leader.served()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"head{i}.{name}": each for i, head in enumerate(self._heads) for name, each in head.tensors().items()}
+        """Each head's under its number; what they share is copied, as one file does not hold a tensor under two names."""
+        return {
+            f"head{i}.{name}": each.clone() if name in SHARED else each
+            for i, head in enumerate(self._heads)
+            for name, each in head.tensors().items()
+        }
 
     def state(self) -> dict[str, Any]:
         return {"heads": [head.state() for head in self._heads], "leading": self.leading}

@@ -20,10 +20,12 @@ from runtime.eagle3.interchange import Dialect, dialect_of
 from runtime.errors import ConfigError, DrafterRejected
 from runtime.models import ResolvedModel
 from runtime.registry import Manifest, Registry, VersionState
+from training.app import run
 from training.config import Mode, TrainingConfig
 from training.interchange.commands import export_drafter, import_drafter
 from training.interchange.config import ExportConfig, Format, InterchangeConfig
 from training.learning.target_weights import TargetWeights
+from training.reporting.config import TrackerKind
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_out_and_in_again_is_the_same_version(desk: Desk, version: str, tmp_path
     assert record.version == version
     assert record.state is VersionState.STAGED
     assert record.manifest is not None
-    assert record.manifest.notes == f"imported from out, in {form.value}'s form"
+    assert record.manifest.notes == f"imported from out ({form.value})"
     ours = form is Format.SLIPSTREAM  # whose manifest goes along
     assert (record.manifest.step, record.manifest.parent) == ((7, "feedfeedfeedfeed") if ours else (0, None))
     assert dict(record.manifest.metrics) == ({"acceptance_length": 2.5} if ours else {})
@@ -106,7 +108,23 @@ def test_a_directory_can_be_exported(desk: Desk, checkpoint: Path, tmp_path: Pat
     desk.bring_in(tmp_path / "out", notes="a trial")
     [record] = desk.registry.versions()
     assert record.manifest is not None
-    assert record.manifest.notes.endswith("in vllm's form: a trial")
+    assert record.manifest.notes.endswith("(vllm): a trial")
+
+
+@pytest.mark.parametrize("more", [{}, {"trainer__ema_decay": 0.9}, {"trainer__hedge": [0.5, 1.0]}])
+def test_a_run_is_exported_as_it_would_publish(state: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+    state.add(range(8))
+    state.add(range(100, 106), "heldout")
+    changes = {"mode": Mode.OFFLINE, "trainer__max_steps": 40, "data__passes": 20, "tracker__kind": TrackerKind.NONE} | more
+    assert run(state.config(**changes)) == 0
+    desk = Desk(tmp_path, state.model)
+    desk.export("default", tmp_path / "out", Format.SPECULATORS)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| step | 40 |" in card
+    [published] = state.events("published")
+    assert published["step"] == 40, "so it published these very weights"
+    desk.bring_in(tmp_path / "out")
+    assert [record.version for record in desk.registry.versions()] == [published["version"]]
 
 
 def test_nothing_is_registered_if_that_is_not_wanted(desk: Desk, checkpoint: Path) -> None:

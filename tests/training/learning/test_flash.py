@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
 
 from training.data.batches import pack
 from training.learning import attention, flash
-from training.learning.attention import Packing, Spans
+from training.learning.attention import Packing
 from training.learning.loss import carrying, chain_loss
 from training.learning.objective import Aim
 from training.learning.ttt import unroll
@@ -20,57 +19,14 @@ L = 4
 PATTERNS = ("pppggggg", "pgggpppgggggg", "ppppppgg", "pppppp", "ggggg", "pggggppggpggg")
 
 
-def segments(spans: Spans) -> list[tuple[slice, slice]]:
-    return [
-        (slice(*queries), slice(*keys))
-        for queries, keys in zip(pairwise(spans.query_offsets.tolist()), pairwise(spans.key_offsets.tolist()), strict=True)
-    ]
-
-
-def weights_and_lse(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(score - lse) [heads, W, T] of one row whose queries and keys end together, by the row's own lse or a given one."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    lse = scores.logsumexp(-1) if lse is None else lse
-    return torch.exp(scores - lse[..., None]), lse
-
-
-def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.full_like(q, float("nan")), q.new_full((q.shape[1], len(q)), float("nan"))
-    for queries, keys in segments(spans):
-        weights, lse[:, queries] = weights_and_lse(q[queries], k[keys], None)
-        out[queries] = torch.einsum("hqk,khd->qhd", weights, v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1))
-    return out, lse
-
-
-def plain_backward(d_out, q, k, v, out, lse, spans: Spans) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a flash backward computes from the output and the log-sum-exp that it is given."""
-    group = q.shape[1] // k.shape[1]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys in segments(spans):
-        weights, _ = weights_and_lse(q[queries], k[keys], lse[:, queries])
-        wide_k, wide_v = (each[keys].repeat_interleave(group, 1) for each in (k, v))
-        delta = (d_out[queries] * out[queries]).sum(-1).T  # [heads, W]
-        d_scores = weights * (torch.einsum("qhd,khd->hqk", d_out[queries], wide_v) - delta[..., None]) * q.shape[-1] ** -0.5
-        dq[queries] = torch.einsum("hqk,khd->qhd", d_scores, wide_k)
-        for d_keys, wide in (
-            (dk, torch.einsum("hqk,qhd->khd", d_scores, q[queries])),
-            (dv, torch.einsum("hqk,qhd->khd", weights, d_out[queries])),
-        ):
-            d_keys[keys] += wide.unflatten(1, (-1, group)).sum(2)
-    return dq, dk, dv
-
-
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def stand_in(plain_flash: tuple[Callable, Callable], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, attention takes the flash path, with plain PyTorch where the kernel would run."""
 
     def install() -> None:
         monkeypatch.setattr(flash, "is_usable", lambda q: True)
-        monkeypatch.setattr(flash, "varlen_forward", plain_forward)
-        monkeypatch.setattr(flash, "varlen_backward", plain_backward)
+        for name, function in zip(("varlen_forward", "varlen_backward"), plain_flash, strict=True):
+            monkeypatch.setattr(flash, name, function)
         monkeypatch.delattr(attention, "_blocks_forward")
         monkeypatch.delattr(attention, "_blocks_backward")
 

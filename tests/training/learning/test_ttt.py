@@ -158,6 +158,27 @@ def test_long_rows_are_attended_in_blocks(make_model: Callable, make_row: Callab
     torch.testing.assert_close(grad, whole_grad, rtol=0, atol=1e-10)
 
 
+def test_long_rows_side_by_side_know_nothing_of_each_other(make_model: Callable, make_row: Callable) -> None:
+    """Rows of many blocks, several turns: states are those of a row alone, and no gradient crosses over."""
+    model = make_model()
+    rows = [make_row("p" * 300 + "g" * 400, 0), make_row("pp" + "g" * 290 + "p" * 30 + "g" * 310, 1), make_row("g" * 500, 2)]
+    batch = pack(rows, 3)
+    batch = dataclasses.replace(batch, aux=batch.aux.double().requires_grad_())
+    depths = unroll(model, batch)
+    offsets, start = batch.query_offsets, batch.row_offsets
+    for r, row in enumerate(rows):
+        alone = pack([row], 3)
+        alone = dataclasses.replace(alone, aux=alone.aux.double())
+        for k, depth in enumerate(unroll(model, alone)):
+            mine = (depths[k].rows >= offsets[r]) & (depths[k].rows < offsets[r + 1])
+            torch.testing.assert_close(depths[k].states[mine], depth.states, rtol=0, atol=1e-12)
+    mine = [(depth.rows >= offsets[1]) & (depth.rows < offsets[2]) for depth in depths]
+    [gradient] = torch.autograd.grad(sum(depth.states[each].sum() for depth, each in zip(depths, mine, strict=True)), batch.aux)
+    assert not gradient[: start[1]].any()
+    assert not gradient[start[2] :].any()
+    assert gradient[start[1] : start[2]].abs().amax(-1).min() > 0
+
+
 def test_attention_gradients_are_those_of_finite_differences() -> None:
     generator = torch.Generator().manual_seed(3)
 

@@ -38,12 +38,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from runtime.errors import ConfigError, SlipstreamError
+from runtime.files import write_atomic
 
 Config = TypeVar("Config")
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 USAGE_ERROR = 2
 
+EARLIER_STARTS = 32  # of a run, that its provenance keeps
 _KEY_PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "safetensors", "numpy", "grpcio", "hydra-core")
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -275,10 +277,13 @@ def known_settings(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def provenance(run_dir: Path, config: Any) -> Path:
-    """Write `provenance.json` (versions, argv, commit, machine) and `config.yaml` (every setting, resolved) into `run_dir`."""
+    """Write `provenance.json` (versions, argv, commit, machine) and `config.yaml` (every setting, resolved) into `run_dir`.
+
+    What earlier starts of the same run wrote there is kept, under `earlier`.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    record = {
+    record: dict[str, Any] = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "git": _checkout_commit(Path(__file__).resolve().parents[2]),
@@ -288,7 +293,10 @@ def provenance(run_dir: Path, config: Any) -> Path:
         "config": "config.yaml",
     }
     path = run_dir / "provenance.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        record["earlier"] = [*before.pop("earlier", []), before][-EARLIER_STARTS:]
+    write_atomic(path, (json.dumps(record, indent=2) + "\n").encode())
     return path
 
 

@@ -36,6 +36,7 @@ from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.capture.run import capture
 from training.config import Mode, TrainingConfig
+from training.data.conversations import files_of
 from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
 from training.data.prefill import CorpusLedger, HeldoutRows, Prefill
@@ -45,7 +46,7 @@ from training.interchange.commands import export_drafter, import_drafter
 from training.interleaved.loop import build_online_eagle3_runtime
 from training.judging.evaluation import evaluate_drafter
 from training.learning.distributed import World, joined
-from training.reporting import plot
+from training.reporting import origins, plot
 from training.reporting.metrics import TrainMetrics
 from training.reporting.progress import Ends, Progress
 from training.reporting.trackers import Sink
@@ -117,7 +118,8 @@ def _lead(config: TrainingConfig, state_dir: Path, run_dir: Path, console: Conso
     with _only_one(run_dir, config.trainer.name):
         _clean(run_dir)
         provenance(run_dir, config)
-        tracker, ends = Sink(config.tracker, run_dir), Ends(config.trainer.max_steps, config.trainer.max_time_s)
+        passes = config.data.passes if config.mode is Mode.OFFLINE else None
+        tracker, ends = Sink(config.tracker, run_dir), Ends(config.trainer.max_steps, config.trainer.max_time_s, passes)
         try:
             with (
                 TrainMetrics(config.trainer.metrics_port) as metrics,
@@ -133,11 +135,14 @@ def _lead(config: TrainingConfig, state_dir: Path, run_dir: Path, console: Conso
 def train(shop: Workshop) -> None:
     """To the run's end, with rows from where the settings say."""
     if shop.config.mode is Mode.INTERLEAVED:
+        assert shop.config.data.prompts is not None  # in this mode
+        _note(shop, prompts=origins.of_files(files_of("data.prompts", shop.config.data.prompts)))
         _, _, run_interleaved = build_online_eagle3_runtime(shop)
         run_interleaved()
     elif shop.source is not None:
         with shop.source as server:
             _tell(shop, server.address)
+            _note(shop, live_rows_of=server.address)
             shop.check_budget(server.rows.budget_bytes())
             make_trainer(shop, server.rows, server.rows).fit(_online(shop, server.rows, server.rows))
     elif shop.config.data.corpus is not None:
@@ -145,6 +150,14 @@ def train(shop: Workshop) -> None:
     else:
         store, ledger = _open_plane(shop)
         is_online = shop.config.mode is Mode.ONLINE
+        _note(
+            shop,
+            **(
+                {"live_rows_of": str(shop.config.features.root or shop.state_dir / "features")}
+                if is_online
+                else {"features": origins.of_rows(ledger.trainable())}
+            ),
+        )
         stream = _online(shop, store, ledger) if is_online else _offline(shop, store, ledger)
         make_trainer(shop, store, ledger).fit(stream)
 
@@ -158,6 +171,8 @@ def _over_corpus(shop: Workshop, given: str) -> None:
     with world.first_in_turn():  # what it tokenised the others find
         found = load_corpus(given, tokenizer, shop.target.vocab_size, longest, cache, shop.progress.tokenising)
     shop.progress.corpus(found)
+    corpus = {"rows": len(found.corpus), "tokens": found.corpus.num_tokens, "sha256": found.corpus.digest}
+    _note(shop, corpus=corpus)
     prefill = Prefill(load_packed(shop.resolved, shop.target.device), found.corpus, config.data.max_batch_tokens)
     is_heldout = found.corpus.is_heldout(config.data.heldout_fraction)
     heldout = HeldoutRows(prefill, np.flatnonzero(is_heldout).tolist())
@@ -204,6 +219,13 @@ def _open_plane(shop: Workshop) -> tuple[FeatureStore, Ledger]:
 def _tell(shop: Workshop, rows_from: str) -> None:
     places = (shop.target.name, rows_from, shop.run_dir, shop.registry.root)
     logger.info("%s: rows from %s, run in %s, versions to %s", *places)
+
+
+def _note(shop: Workshop, **data: object) -> None:
+    """What the run is made from, once for all ranks."""
+    if shop.world.is_first:
+        target = {"name": shop.target.name, "fingerprint": shop.target.fingerprint}
+        origins.note(shop.run_dir, target=target, start=shop.start.version, data=data)
 
 
 def _log_to(console: Console) -> None:

@@ -247,6 +247,14 @@ def test_provenance(tmp_path: Path) -> None:
         assert record["git"].removesuffix("-dirty") == head.strip()
 
 
+def test_provenance_keeps_earlier_starts(tmp_path: Path) -> None:
+    for _ in range(3):
+        path = configuration.provenance(tmp_path, Trial())
+    record = json.loads(path.read_text())
+    assert [start["versions"] for start in record["earlier"]] == [record["versions"]] * 2
+    assert all("earlier" not in start for start in record["earlier"])
+
+
 def test_the_settings_of_the_runtime() -> None:
     """A new setting needs an argument: whoever adds one says so here."""
     leaves = {

@@ -46,6 +46,7 @@ class Ends:
 
     max_steps: int | None = None
     max_time_s: float | None = None
+    passes: int | None = None  # over figures["rows"], of which figures["rows_trained"] are done
 
 
 class Progress:
@@ -129,7 +130,7 @@ class Progress:
             }
             | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
         )
-        left_s = self._left.after(result.step, num_rows, figures.get("rows_left"))
+        left_s = self._left.after(result.step, num_rows, figures)
         if left_s is not None:
             self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
         self._log_now_and_then()
@@ -245,7 +246,7 @@ class _Left:
     def begin(self, step: int) -> None:
         self._began_step = step
 
-    def after(self, step: int, num_rows: int, rows_left: int | None) -> float | None:
+    def after(self, step: int, num_rows: int, figures: Mapping[str, int]) -> float | None:
         """Seconds left after a step on num_rows rows; None where no end is known."""
         self._num_rows += num_rows
         elapsed_s = time.monotonic() - self._began_at
@@ -254,7 +255,8 @@ class _Left:
             known.append(self._ends.max_time_s - elapsed_s)
         if self._ends.max_steps is not None and step > self._began_step:
             known.append((self._ends.max_steps - step) * elapsed_s / (step - self._began_step))
-        if rows_left is not None and self._num_rows:
+        if self._ends.passes is not None and self._num_rows and "rows" in figures:
+            rows_left = figures["rows"] * self._ends.passes - figures.get("rows_trained", 0)
             known.append(rows_left * elapsed_s / self._num_rows)
         return max(min(known), 0.0) if known else None
 

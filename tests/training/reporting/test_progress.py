@@ -110,7 +110,7 @@ def test_time_left_is_told_where_an_end_is_known(tmp_path: Path) -> None:
 
     assert "time left" not in shown(None, {})
     assert "time left" in shown(Ends(max_steps=10), {})
-    assert "time left" in shown(None, {"rows_left": 8})
+    assert "time left" in shown(Ends(passes=2), {"rows": 8, "rows_trained": 4})
     assert re.search(r"time left\W+(1:39:5|1:40:0)", re.sub(r"\x1b\[[0-9;]*m", "", shown(Ends(max_time_s=6000.0), {})))
 
 

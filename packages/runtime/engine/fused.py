@@ -136,13 +136,15 @@ class _Landed:
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
+        aux, last = self.hidden.aux.unbind(), self.hidden.last.unbind()
         for work, launched, new, index in self.works:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
                 refused = self.depth + 1 - len(new)
                 work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
-            rows = HiddenStates(self.hidden.aux[index, : len(new)], self.hidden.last[index, : len(new)])
+            rows = HiddenStates(aux[index], last[index])
+            rows = rows if len(rows) == len(new) else rows[: len(new)]
             outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else []), rows))
         return outcomes
 

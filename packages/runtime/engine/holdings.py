@@ -10,7 +10,7 @@ All of it belongs to the engine's thread. Knows no requests and no sampling; wha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -27,6 +27,27 @@ log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
+
+
+class Readers:
+    """Sessions that read their prompt right now, by how it begins: one look-up each, however many there are."""
+
+    def __init__(self, sessions: Iterable[Session]) -> None:
+        self._by_start: dict[tuple[CachePolicy, tuple[int, ...]], list[Session]] = {}
+        for session in sessions:
+            self.add(session)
+
+    def add(self, session: Session) -> None:
+        if session.cached < len(session.history) - 1:
+            self._by_start.setdefault(_start(session), []).append(session)
+
+    def like(self, session: Session) -> Sequence[Session]:
+        """Those that share at least the beginning that is worth sharing."""
+        return self._by_start.get(_start(session), ())
+
+
+def _start(session: Session) -> tuple[CachePolicy, tuple[int, ...]]:
+    return session.options.cache_policy, tuple(session.history[:MIN_SHARED_TOKENS])
 
 
 class Holdings:
@@ -168,7 +189,7 @@ class Holdings:
 
     # --- who waits for whom ---
 
-    def awaits_prefix(self, session: Session, busy: Iterable[Session]) -> bool:
+    def awaits_prefix(self, session: Session, reading: Iterable[Session]) -> bool:
         """Whether a session that reads its prompt right now is about to hold a beginning of this one's, and nobody does yet.
 
         Only where nothing is dropped: a prompt longer than its window can be taken over at its very end only.
@@ -177,11 +198,9 @@ class Holdings:
         if not self._shares_prefixes or policy.window is not None:
             return False
         coming = 0
-        for other in busy:
-            is_reading = other.options.cache_policy == policy and other.cached < len(other.history) - 1
-            if is_reading and other.history[:MIN_SHARED_TOKENS] == session.history[:MIN_SHARED_TOKENS]:
-                shared = common_length(session.history, other.history, limit)
-                coming = max(coming, shared if other.cached < shared else 0)
+        for other in reading:
+            shared = common_length(session.history, other.history, limit)
+            coming = max(coming, shared if other.cached < shared else 0)
         if coming - session.cached < MIN_SHARED_TOKENS:
             return False
         found = self._prefixes.find(session, limit)

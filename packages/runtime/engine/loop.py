@@ -18,6 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from runtime.config import SessionsConfig
+from runtime.engine.holdings import Readers
 from runtime.engine.request import Request
 from runtime.engine.step import Stepper
 from runtime.errors import EngineUnavailable
@@ -149,18 +150,22 @@ class EngineLoop:
         for request in [request for request in self._waiting if request.is_unwanted]:
             self._waiting.remove(request)
             self._running[request.session] = request
-        num_passed = 0
+        if not self._waiting:
+            return
+        num_passed, num_bytes = 0, sum(map(self._stepper.growth_bytes, self._running.values()))
+        reading = Readers(self._running)
         for request in list(self._waiting):
             if max(len(self._running), num_passed) >= self._max_batch_sessions:
                 break
-            running = list(self._running.values())
-            if self._stepper.awaits_prefix(request, running):
+            if self._stepper.awaits_prefix(request, reading):
                 num_passed += 1
                 continue
-            if not self._stepper.make_room([*running, request], self._store) and running:
+            num_bytes += self._stepper.growth_bytes(request)
+            if not self._stepper.make_room(num_bytes, self._store) and self._running:
                 break
             self._waiting.remove(request)
             self._running[request.session] = request
+            reading.add(request.session)
 
     def _preempt(self) -> None:
         """The budget holds the next step: idle sessions give up their K/V first, then the youngest generations, which wait.
@@ -168,7 +173,7 @@ class EngineLoop:
         The oldest always goes on, so nothing stands still; one that is about to end is let end.
         """
         running = [request for request in self._running.values() if not request.is_unwanted]
-        while not self._stepper.make_room(running, self._store, is_next_step=True) and len(running) > 1:
+        while not self._stepper.make_room(sum(map(self._stepper.step_bytes, running)), self._store) and len(running) > 1:
             youngest = next((request for request in running[:0:-1] if not request.is_ending), None)
             if youngest is None:
                 return

@@ -25,7 +25,7 @@ from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
 from runtime.engine.fused import FusedSteps, Fuses, Outcome
-from runtime.engine.holdings import Holdings
+from runtime.engine.holdings import Holdings, Readers
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
@@ -301,22 +301,22 @@ class Stepper:
 
     # --- room ---
 
-    def make_room(self, running: Iterable[Request], sessions: Iterable[Session], *, is_next_step: bool = False) -> bool:
-        """Whether the budget holds what these have yet to take: the rest of their history and the next tokens behind it, or
-        the rows of one step only."""
-        need = self._step_bytes if is_next_step else self._growth_bytes
-        return self.holdings.make_room(sum(map(need, running)), sessions)
+    def make_room(self, num_bytes: int, sessions: Iterable[Session]) -> bool:
+        """Whether the budget holds so many more; sessions at rest give up their K/V for it."""
+        return self.holdings.make_room(num_bytes, sessions)
 
-    def _growth_bytes(self, request: Request) -> int:
+    def growth_bytes(self, request: Request) -> int:
+        """What it has yet to take: the rest of its history and the next tokens behind it."""
         ahead = min(request.num_remaining, self._prefill_chunk_tokens)
         return self.holdings.growth_bytes(request.session, len(request.session.history) + ahead)
 
-    def _step_bytes(self, request: Request) -> int:
+    def step_bytes(self, request: Request) -> int:
+        """The same for the rows of one step only."""
         num_rows = min(_num_pending(request), self._prefill_chunk_tokens) + self._speculation.max_draft_nodes
         return self.holdings.growth_bytes(request.session, request.session.cached + num_rows)
 
-    def awaits_prefix(self, request: Request, running: Iterable[Request]) -> bool:
-        return self.holdings.awaits_prefix(request.session, [other.session for other in running])
+    def awaits_prefix(self, request: Request, reading: Readers) -> bool:
+        return self.holdings.awaits_prefix(request.session, reading.like(request.session))
 
     def stats(self) -> EngineStats:
         held, drafting = self.holdings, self.drafting

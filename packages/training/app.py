@@ -149,17 +149,12 @@ def train(shop: Workshop) -> None:
         _over_corpus(shop, shop.config.data.corpus)
     else:
         store, ledger = _open_plane(shop)
-        is_online = shop.config.mode is Mode.ONLINE
-        _note(
-            shop,
-            **(
-                {"live_rows_of": str(shop.config.features.root or shop.state_dir / "features")}
-                if is_online
-                else {"features": origins.of_rows(ledger.trainable())}
-            ),
-        )
-        stream = _online(shop, store, ledger) if is_online else _offline(shop, store, ledger)
-        make_trainer(shop, store, ledger).fit(stream)
+        if shop.config.mode is Mode.ONLINE:
+            _note(shop, live_rows_of=str(shop.config.features.root or shop.state_dir / "features"))
+            make_trainer(shop, store, ledger).fit(_online(shop, store, ledger))
+        else:
+            _note(shop, features=origins.of_rows(ledger.trainable()))
+            make_trainer(shop, store, ledger).fit(_offline(shop, store, ledger))
 
 
 def _over_corpus(shop: Workshop, given: str) -> None:

@@ -135,6 +135,11 @@ class SpeculationConfig:
         require(2 <= self.tree_width <= 16, "speculation.tree_width", self.tree_width, "between 2 and 16")
 
     @property
+    def has_whole_chains_only(self) -> bool:
+        """Every draft is a chain of the greatest length."""
+        return self.mode is SpeculationMode.FIXED and self.shape is not TreeShape.TREE
+
+    @property
     def max_draft_nodes(self) -> int:
         """Of one draft, whatever its shape."""
         if self.max_draft_tokens == 0 or self.shape is TreeShape.CHAIN:
@@ -243,7 +248,12 @@ class RegistryConfig:
     root: str | None = None  # directory of drafter versions; None: <state_dir>/registry
     poll_s: float = 0.5  # how often the server looks for new versions
     auto_activate: bool = True  # a validated version goes live by itself
+    max_divergence: float | None = 0.25  # of live acceptance from the gate's estimate before the server warns; null: never
+    divergence_steps: int = 2000  # verification steps that are looked at together
 
     def __post_init__(self) -> None:
         require_directory("registry.root", self.root)
         require_period("registry.poll_s", self.poll_s)
+        ok = self.max_divergence is None or self.max_divergence > 0
+        require(ok, "registry.max_divergence", self.max_divergence, "more than 0, or null")
+        require(self.divergence_steps >= 1, "registry.divergence_steps", self.divergence_steps, "at least 1")

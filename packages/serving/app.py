@@ -155,7 +155,8 @@ class Server:
         if tracing is not None:
             observers.append(tracing.new_request)
         generations = Generations(parts.engine, self.admission, observers)
-        self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture))
+        divergences = parts.lifecycle.acceptance.divergences
+        self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture, divergences))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
         saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
         load, compile_grammar = parts.lifecycle.load, parts.engine.grammars.new_state

@@ -32,6 +32,7 @@ from runtime.features.tap import FeatureTap
 from runtime.models import ResolvedModel, Tokenizer, resolve
 from runtime.registry import Registry, VersionRecord, VersionState, validate
 from serving.config import ServingConfig
+from serving.divergence import AcceptanceWatch
 from serving.lifecycle import Lifecycle, LoadDrafter
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def assemble(config: ServingConfig, run_id: str, on_swap: Callable[[float], None
         registry,
         load,
         config.registry,
+        watch=AcceptanceWatch(config.registry, has_chains_only=config.speculation.has_whole_chains_only),
         may_activate=config.drafter.kind is not DrafterKind.NONE,
         embedded_version=embedded_version,
         on_swap=on_swap,

@@ -19,6 +19,7 @@ from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.engine.base import Engine
 from runtime.errors import DrafterNotFound, DrafterRejected, EngineUnavailable
 from runtime.registry import DrafterEntry, LifecycleEvent, Origin, Registry, VersionRecord, VersionState
+from serving.divergence import AcceptanceWatch
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Lifecycle:
         load: LoadDrafter,
         config: RegistryConfig,
         *,
+        watch: AcceptanceWatch | None = None,
         may_activate: bool = True,  # False: this server was told not to draft; versions are validated only
         embedded_version: str | None = None,
         on_swap: Callable[[float], None] = lambda seconds: None,
@@ -43,10 +45,12 @@ class Lifecycle:
         self._registry = registry
         self._load = load
         self._config = config
+        self.acceptance = watch or AcceptanceWatch(config, has_chains_only=False)
         self._may_activate = may_activate
         self._embedded_version = embedded_version
         self._on_swap = on_swap
         self._pointer = registry.active()
+        self._counted_version, self._promised = "", dict[str, float]()  # what the active version's manifest says
         self._history: deque[LifecycleEvent] = deque(maxlen=MAX_HISTORY)
         self._counts: Counter[str] = Counter()
         self._listeners: list[Callable[[LifecycleEvent], None]] = []
@@ -193,6 +197,7 @@ class Lifecycle:
         while not self._stopping.wait(self._config.poll_s):
             try:
                 self.poll()
+                self._look_at_acceptance()
             except EngineUnavailable:
                 log.info("The engine is down; the registry is not watched any more.")
                 return
@@ -206,6 +211,18 @@ class Lifecycle:
                 if record.state is VersionState.STAGED and not self._stopping.is_set():
                     self._take_up(record.version)
             self._follow_pointer()
+
+    def _look_at_acceptance(self) -> None:
+        stats = self._engine.stats()
+        version = stats.drafter_version
+        counted = stats.speculation.get(version)
+        if counted is None:
+            return
+        if version != self._counted_version:
+            records = {record.version: record.manifest for record in self._registry.versions()}
+            manifest = records.get(version)
+            self._counted_version, self._promised = version, dict(manifest.metrics) if manifest is not None else {}
+        self.acceptance.look(version, self._promised, counted)
 
     def _take_up(self, version: str) -> None:
         record = self._registry.get(version)

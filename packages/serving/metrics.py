@@ -94,6 +94,7 @@ class Sources:
     admission: Admission
     drafter_events: Callable[[], Mapping[str, int]]  # by kind of event
     features: FeatureSource | None
+    divergences: Callable[[], Mapping[str, float]] = dict  # of acceptance from the gate's estimate, by version
 
 
 class _Reader(Collector):
@@ -110,6 +111,12 @@ class _Reader(Collector):
         yield from _speculation(stats.speculation)
         yield from _load(stats, self._sources.admission.num_waiting)
         yield from _drafters(stats, self._sources.drafter_events())
+        yield _gauge(
+            "acceptance_divergence",
+            "Accepted drafts over what held-out rows let expect, minus 1, over the last window of steps.",
+            self._sources.divergences(),
+            "drafter_version",
+        )
         if self._sources.features is not None:
             yield from _features(self._sources.features)
 

@@ -65,6 +65,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # every token continues it, and the turn ends when it is complete
     speculate: bool = True
     max_draft_tokens: int | None = None  # None: the server's setting
+    detokenize: bool = True  # False: token ids only, without their text
 
     @property
     def is_greedy(self) -> bool:
@@ -92,6 +93,8 @@ class SamplingParams:
             raise InvalidRequest("stop", f"At most {MAX_STOP_STRINGS} stop strings are taken, got {len(self.stop)}.")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop", "A stop string must not be empty.")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop", "A stop string is looked for in the text: leave detokenize on, or use stop_token_ids.")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest("top_logprobs", f"top_logprobs must lie in 0..{MAX_TOP_LOGPROBS}, got {self.top_logprobs}.")
         if self.top_logprobs and not self.logprobs:

@@ -14,6 +14,7 @@ launched in a row and looked at together: there it is the host that takes the ti
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,6 +180,8 @@ class FusedSteps:
             self._costs = {samples: _StepCosts(plain) for samples in (False, True)}
             self._pacer.costs = self._costs[False]
             self._expect_costs()
+        gc.collect()
+        gc.freeze()  # with thousands of sessions the collector runs all the time; what is here by now it need not look at again
 
     # --- who runs here ---
 

@@ -138,7 +138,8 @@ class Request:
                 break
         if self.finish_reason is not None:
             text += self._finish_text()
-        drafted = tuple(index < verdict.num_accepted for index in range(len(taken)))
+        num_drafted = min(verdict.num_accepted, len(taken))
+        drafted = (True,) * num_drafted + (False,) * (len(taken) - num_drafted)
         self.emit(Tokens(tuple(taken), text, self._logprobs(logits, verdict, taken), drafted))
         return len(taken)
 
@@ -148,7 +149,7 @@ class Request:
             self.finish_reason, self.matched_stop = "stop", token_id
             if token_id in self._eos_token_ids or not self.params.include_stop:
                 return ""
-        text, matched = self._stops.push(self._text.push(token_id))
+        text, matched = self._stops.push(self._text.push(token_id)) if self.params.detokenize else ("", None)
         if matched is not None and self.finish_reason is None:
             self.finish_reason, self.matched_stop = "stop", matched
         if self.finish_reason is None and self.num_remaining == 0:

@@ -36,6 +36,7 @@ _OPTIONAL_PARAMS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "detokenize",
 )
 
 

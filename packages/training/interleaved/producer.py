@@ -231,6 +231,7 @@ class PromptProducer:
             max_tokens=self._config.max_tokens,
             temperature=self._config.temperature,
             seed=int(unit_hash("answer", f"{self._seed}:{sample_id}") * 2**62),
+            detokenize=False,
         )
 
         def on_event(event: Event) -> None:

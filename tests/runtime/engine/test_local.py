@@ -206,6 +206,20 @@ def test_a_stop_string_inside_an_accepted_batch_cuts_ids_text_logprobs_alike(
     assert (done.finish_reason, done.matched_stop, last.text) == ("stop", stop, listener.text), "the cap hides no stop"
 
 
+def test_who_wants_token_ids_only_gets_no_text_and_the_same_tokens(make_engine: MakeEngine, target: Target) -> None:
+    prompt = prompt_of(1)
+    engine = make_engine(perfect(target, prompt))
+    plain, _ = run(engine, prompt, GREEDY)
+    silent, done = run(engine, prompt, replace(GREEDY, detokenize=False))
+    assert (silent.token_ids, silent.text, done.finish_reason) == (plain.token_ids, "", "length")
+    stop = plain.token_ids[7]
+    silent, done = run(engine, prompt, replace(GREEDY, detokenize=False, stop_token_ids=(stop,)))
+    assert silent.token_ids == plain.token_ids[: plain.token_ids.index(stop) + 1]
+    assert (done.finish_reason, done.matched_stop, silent.text) == ("stop", stop, "")
+    with pytest.raises(InvalidRequest, match="leave detokenize on"):
+        run(engine, prompt, replace(GREEDY, detokenize=False, stop=("x",)))
+
+
 def test_a_stop_on_the_last_allowed_token_is_a_stop(make_engine: MakeEngine, target: Target) -> None:
     prompt = prompt_of(1)
     reference = greedy_reference(target, prompt, 40)

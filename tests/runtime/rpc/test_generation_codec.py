@@ -43,9 +43,10 @@ PARAMS = SamplingParams(
     speculate=False,
     max_draft_tokens=0,
 )
+SILENT = dataclasses.replace(PARAMS, stop=(), detokenize=False)  # stop strings are looked for in the text
 
 
-@pytest.mark.parametrize("params", [PARAMS, SamplingParams()])
+@pytest.mark.parametrize("params", [PARAMS, SILENT, SamplingParams()])
 def test_sampling_params(params: SamplingParams) -> None:
     request = codec.generate_request("s", params, request_id="r", expected_history_length=0)
     request = pb.GenerateRequest.FromString(request.SerializeToString())
@@ -56,8 +57,11 @@ def test_sampling_params(params: SamplingParams) -> None:
 def test_every_sampling_setting_is_in_the_trial() -> None:
     """So that a new one cannot be forgotten on the way."""
     default = SamplingParams()
-    same = [item.name for item in dataclasses.fields(PARAMS) if getattr(PARAMS, item.name) == getattr(default, item.name)]
-    assert not same
+    both = [
+        {item.name for item in dataclasses.fields(params) if getattr(params, item.name) != getattr(default, item.name)}
+        for params in (PARAMS, SILENT)
+    ]
+    assert set.union(*both) == set(SamplingParams.__dataclass_fields__)
 
 
 def test_an_empty_request_means_the_defaults() -> None:

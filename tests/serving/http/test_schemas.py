@@ -54,7 +54,7 @@ def test_every_field_reaches_the_engine() -> None:
 
 def test_no_sampling_setting_of_the_engine_is_left_out() -> None:
     """A new one must be offered here, or its absence said here."""
-    not_offered = {"stop_token_ids", "include_stop"}
+    not_offered = {"stop_token_ids", "include_stop", "detokenize"}
     renamed = {"speculate", "max_draft_tokens", "grammar"}  # under `speculation`; response_format and tools
     assert set(SamplingParams.__dataclass_fields__) - not_offered - renamed <= set(ChatRequest.model_fields)
 

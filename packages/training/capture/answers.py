@@ -120,6 +120,7 @@ class Answers:
             max_tokens=self._config.max_tokens,
             temperature=dialogue.temperature,
             seed=int(unit_hash("capture", key) * 2**62),
+            detokenize=False,
         )
 
         def on_event(event: Event, said: list[int] = dialogue.said) -> None:

@@ -116,7 +116,7 @@ def _of_shards(directory: Path, tokenizer: Tokenizer, vocab_size: int, max_token
         )
     parts = list(shards.read_shards(directory))
     corpus = Corpus.concat(parts) if parts else Corpus.of([], vocab_size)
-    if len(corpus) and int(corpus.token_ids.max()) >= vocab_size:
+    if len(corpus) and int(corpus.token_ids.numpy().max()) >= vocab_size:
         raise ConfigError(f"A row in {directory} has an id beyond the {vocab_size} of model.name; make the rows anew.")
     if not len(corpus) or int(corpus.lengths.max()) <= max_tokens:
         return Found(corpus)

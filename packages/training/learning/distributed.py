@@ -211,9 +211,11 @@ def spread(chain: nn.Module, world: World) -> nn.Module:
 
 @contextmanager
 def keeping_gradients(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Forward and backward inside: gradients are summed over ranks with the last micro-batch of a step only."""
+    """Forward and backward inside: gradients are summed over ranks with the last micro-batch of a step only. Parameters stay
+    together till then, so a step has the same collectives on ranks with more micro-batches and with fewer."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last)
+        module.set_reshard_after_backward(is_last)
         yield
     elif isinstance(module, DistributedDataParallel) and not is_last:
         with module.no_sync():

@@ -267,7 +267,7 @@ def test_the_settings_of_the_runtime() -> None:
         "queue_max_rows high_rows low_rows high_mib low_mib redact classify max_age_s max_trained_rows",
         "features": "store root budget_mib mooncake",
         "features.mooncake": "master metadata host protocol rdma_devices segment_mib",
-        "registry": "root poll_s auto_activate",
+        "registry": "root poll_s auto_activate max_divergence divergence_steps",
     }
     expected = {f"{group}.{name}" for group, names in leaves.items() for name in names.split()}
     assert {name for name in configuration.known_settings(Trial) if "." in name} == expected

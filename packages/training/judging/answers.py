@@ -160,7 +160,7 @@ class Asker:
         session = engine.create_session(SessionOptions(capture=Switch.OFF)).session_id
         engine.append(session, question.token_ids)
         params = SamplingParams(
-            max_tokens=self._max_tokens, temperature=under.temperature, speculate=under.shape != PLAIN, logprobs=False
+            max_tokens=self._max_tokens, temperature=under.temperature, speculate=under.shape != PLAIN, detokenize=False
         )
         chance = int(unit_hash("evaluate", f"{self._seed}:{under.temperature:g}:{question.suite}:{question.id}") * 2**32)
         listener = _Listener(under, question, partial(engine.close_session, session), put)

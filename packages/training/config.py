@@ -24,6 +24,7 @@ from runtime.config import (
 )
 from training.interchange.config import ExportConfig, InterchangeConfig
 from training.judging.config import EvaluateConfig
+from training.learning.schedule import ScheduleConfig
 from training.reporting.config import TrackerConfig
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -57,6 +58,27 @@ class Objective(Choice):
     CROSS_ENTROPY = "cross_entropy"  # soft, against the target's distribution
     LK_ALPHA = "lk_alpha"  # -log of the expected acceptance
     LK_BLEND = "lk_blend"  # KL where drafter and target hardly overlap, expected acceptance where they do
+
+
+class FirstHead(Choice):
+    TARGET = "target"  # the target's own rows of the draft vocabulary
+    RANDOM = "random"
+
+
+class FirstNorm(Choice):
+    TARGET = "target"  # the gain of the target's final norm
+    ONES = "ones"
+
+
+@dataclass
+class ScratchConfig:
+    """How a new drafter is built and where its weights begin; of no interest to a drafter that is continued."""
+
+    fc_norm: bool = False  # EAGLE-3.1: each of the three layers' states is normalised before fc, and nothing else conditions them
+    norm_output: bool = False  # EAGLE-3.1: the normalised state is what the next depth reads
+    head: FirstHead = FirstHead.TARGET
+    norm: FirstNorm = FirstNorm.TARGET
+    conditioning: bool = True  # fc reads each channel multiplied by a power of two near 1/rms; folded in on export
 
 
 @dataclass
@@ -115,6 +137,8 @@ class TrainerConfig:
     idle_timeout_s: float | None = None  # online: end after so long without a step to take
     settle_s: float = 10.0  # how long the end of a run waits for the server's word on the version published last
     metrics_port: int | None = None  # Prometheus reads figures there, on this machine alone; 0: a free port; null: none
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    scratch: ScratchConfig = field(default_factory=ScratchConfig)
     gate: GateConfig = field(default_factory=GateConfig)
 
     def __post_init__(self) -> None:

@@ -106,7 +106,10 @@ class Learner:
             warmup_steps=config.warmup_steps,
             clip_norm=config.clip_norm,
             ema_decay=config.ema_decay,
+            schedule=config.schedule,
         )
+        self._elapsed_s = 0.0  # since the run's first step began, up to the last one's beginning
+        self._last_step_at: float | None = None
 
     @property
     def num_heads(self) -> int:
@@ -127,6 +130,7 @@ class Learner:
     def step(self, *batches: Sequence[TrainingRow]) -> StepResult:
         """One optimiser step on the rows of these micro-batches and of those of the other ranks, who call at the same time."""
         started = time.perf_counter()
+        self._tell_time(started)
         counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64, device=self._device)
         for rows in batches:
             taught = self._pack(rows)
@@ -142,8 +146,15 @@ class Learner:
                     taught = self._pack(rows)
                 result = self._backward(taught, weights, is_last=number == len(batches))
                 figures.add(result, taught.batch, sum(row.num_tokens for row in rows))
-            grad_norm = self._optimizer.step()
+            grad_norm = self._optimizer.step(self._elapsed_s)
         return figures.result(self._world, self._optimizer, num_pairs, grad_norm, started)
+
+    def _tell_time(self, now: float) -> None:
+        """Time goes on from where a resumed run left off; ranks go by the first one's."""
+        self._elapsed_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
+        if self._config.schedule.time_s is not None:
+            self._elapsed_s = self._world.share(self._elapsed_s)
 
     def _over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, on the device. Nobody waits for the device where there is one rank."""
@@ -192,7 +203,12 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Everything of a checkpoint that is JSON."""
-        return {"eagle3": self._model.config.to_dict(), "num_steps": self.num_steps, "learning_rate": self.learning_rate}
+        return {
+            "eagle3": self._model.config.to_dict(),
+            "num_steps": self.num_steps,
+            "learning_rate": self.learning_rate,
+            "elapsed_s": self._elapsed_s,
+        }
 
     @staticmethod
     def restore(
@@ -213,6 +229,7 @@ class Learner:
         rate = learning_rate or config.learning_rate or state["learning_rate"]
         learner = Learner(model, tensors["scale"], target, config, rate, world, teacher)
         learner._optimizer.restore(_under("optimizer.", tensors), state["num_steps"])
+        learner._elapsed_s = state.get("elapsed_s", 0.0)
         return learner
 
 

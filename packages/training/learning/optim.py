@@ -1,8 +1,8 @@
-"""The optimiser of an open-ended run: AdamW on float32 masters, warm-up and then a constant rate, the global norm clipped.
+"""The optimiser: AdamW on float32 masters without weight decay, at the rate of a schedule, the global norm clipped.
 
-No weight decay and no decay of the rate: an online run has no end that a schedule could know. A moving average of the weights
-can be kept beside them. State goes to and comes from named, whole tensors, so that a checkpoint needs no pickle and does not
-know how many processes wrote it; each of them steps its own shards, if the parameters lie in shards.
+A moving average of the weights can be kept beside them. State goes to and comes from named, whole tensors, so that a checkpoint
+needs no pickle and does not know how many processes wrote it; each of them steps its own shards, if the parameters lie in
+shards.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from training.learning.distributed import sharded_like, whole
+from training.learning.schedule import ScheduleConfig
 
 BETAS = (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,11 +22,19 @@ AVERAGE = "average"
 
 class Optimizer:
     def __init__(
-        self, model: nn.Module, *, learning_rate: float, warmup_steps: int, clip_norm: float, ema_decay: float | None = None
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        warmup_steps: int,
+        clip_norm: float,
+        ema_decay: float | None = None,
+        schedule: ScheduleConfig | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.num_steps = 0
         self._warmup_steps = warmup_steps
+        self._schedule = schedule or ScheduleConfig()
         self._clip_norm = clip_norm
         self._ema_decay = ema_decay
         self._parameters = dict(model.named_parameters())
@@ -37,11 +46,11 @@ class Optimizer:
         """The learning rate of the step made last."""
         return float(self._adamw.param_groups[0]["lr"])
 
-    def step(self) -> float:
+    def step(self, elapsed_s: float = 0.0) -> float:
         """Apply and clear the gradients; returns their global norm before clipping, over all shards. Gradients that are not
         finite are dropped."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate * min(1.0, (self.num_steps + 1) / max(self._warmup_steps, 1))
+            group["lr"] = self.learning_rate * self._schedule.factor(self.num_steps, elapsed_s, self._warmup_steps)
         norm = whole(nn.utils.clip_grad_norm_(self._parameters.values(), self._clip_norm))
         if torch.isfinite(norm):
             self._adamw.step()

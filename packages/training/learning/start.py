@@ -7,6 +7,7 @@ own rows for them, and the rest is random. Knows no ledger and no loop.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from runtime.errors import ConfigError
 from runtime.features.refs import SampleRef
 from runtime.models import absolute
 from runtime.registry import Manifest
-from training.config import TrainerConfig
+from training.config import FirstHead, FirstNorm, TrainerConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check
 from training.judging.gate import NGRAM, Baseline, Versions
@@ -85,10 +86,19 @@ def from_scratch(
         counts = generated_counts(rows, target.vocab_size)
         world.add_up(counts)
     vocabulary = DraftVocabulary.from_token_counts(counts, size)
+    scratch = config.scratch
     shape = Eagle3Config.for_target(target.config, size, aux_layer_ids=target.aux_layer_ids)
+    shape = dataclasses.replace(shape, fc_norm=scratch.fc_norm, norm_output=scratch.norm_output)
     model = Eagle3Model(shape, vocabulary, target.embedding)
-    model.init_from_target(target.lm_head.float(), target.final_norm.float(), torch.Generator().manual_seed(config.seed))
+    generator = torch.Generator().manual_seed(config.seed)
+    norm = target.final_norm.float() if scratch.norm is FirstNorm.TARGET else None
+    model.init_from_target(target.lm_head.float(), norm, generator)
+    if scratch.head is FirstHead.RANDOM:
+        noise = torch.randn(model.lm_head.weight.shape, generator=generator)
+        model.lm_head.weight.data.copy_(noise / model.config.hidden_size**0.5)
     scale = conditioning(model, rows, world)
+    if not scratch.conditioning:
+        scale = torch.ones_like(scale)
     with torch.no_grad():
         model.fc.weight.mul_(scale)  # the random start is random where training sees it: behind the conditioning
     return begin(model.to(target.device), scale, target, config, config.learning_rate or SCRATCH_RATE, world)

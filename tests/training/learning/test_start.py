@@ -13,8 +13,10 @@ from runtime.eagle3 import version_id
 from runtime.errors import ConfigError
 from runtime.registry import Registry
 from training.app import run
+from training.config import FirstHead, FirstNorm, ScratchConfig
 from training.judging.gate import NGRAM
 from training.learning import checkpoint
+from training.learning.learner import Learner
 from training.learning.start import continue_from, from_scratch, row_check, starting_drafter
 
 
@@ -90,3 +92,38 @@ def test_vocabulary_comes_from_the_traffic_and_stays(state) -> None:
 
 def saved_tensors(state) -> dict[str, torch.Tensor]:
     return checkpoint.load(Path(state.ledger.latest_checkpoint("default").path))[0]
+
+
+def test_an_eagle_3_1_drafter_is_trained_from_nothing_exported_and_continued(state, tmp_path: Path) -> None:
+    """Its own norms stand before fc, so nothing else conditions what fc reads, and every weight of it learns."""
+    scratch = ScratchConfig(fc_norm=True, norm_output=True)
+    config = state.config(trainer__scratch=scratch, trainer__learning_rate=3e-3).trainer
+    rows = state.rows(range(6))
+    learner = from_scratch(state.target, config, rows)
+    before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    losses = [learner.step(rows).loss for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    after = learner.tensors()
+    assert not [name for name in before if name.startswith("model.") and torch.equal(before[name], after[name])]
+    assert bool((after["scale"] == 1.0).all())
+    learner.export(tmp_path)
+    again = continue_from(tmp_path, state.target, config, rows)
+    assert again.served().config.fc_norm
+    assert again.served().config.norm_output
+    assert again.step(rows).loss == pytest.approx(learner.step(rows).loss, rel=0.05)  # bfloat16 in between
+
+
+def test_what_a_new_drafter_begins_with_can_be_switched_off_piece_by_piece(state) -> None:
+    rows = state.rows(range(4))
+
+    def start(**settings: object) -> Learner:
+        return from_scratch(state.target, state.config(trainer__scratch=ScratchConfig(**settings)).trainer, rows)
+
+    usual = start()
+    assert bool((start(norm=FirstNorm.ONES).served().norm.weight == 1.0).all())
+    random = start(head=FirstHead.RANDOM).served()
+    assert not torch.equal(random.lm_head.weight, usual.served().lm_head.weight)
+    assert float(random.lm_head.weight.std()) == pytest.approx(state.target.hidden_size**-0.5, rel=0.1)
+    plain = start(conditioning=False)
+    assert bool((plain.tensors()["scale"] == 1.0).all())
+    assert not bool((usual.tensors()["scale"] == 1.0).all())

@@ -26,13 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import acceptance
 import engine_sections
 import engine_tables
 import machine
 import torch
 from engine_arms import Arm, HfGenerate, HfStatic, Oracle, Ours, Served, read_plain
 from engine_sections import Encoded
+from prompts import read as read_prompts
 from transformers.utils import logging as transformers_logging
 
 from runtime.config import (
@@ -122,7 +122,7 @@ class Bench:
         tokenizer = Tokenizer.load(self._resolved.path)
         config = json.loads((self._resolved.path / "config.json").read_text())
         limit = config["max_position_embeddings"] - max(self.plan.max_tokens, self.plan.never_tokens)
-        texts = [prompt for path in paths for prompt in acceptance.read(path, self.plan.per_domain, seed)]
+        texts = [prompt for path in paths for prompt in read_prompts(path, self.plan.per_domain, seed)]
         prompts = [Encoded(one.category, tokenizer.encode_chat([{"role": "user", "content": one.text}])) for one in texts]
         kept = [prompt for prompt in prompts if len(prompt.token_ids) < limit]
         return kept, len(prompts) - len(kept)

@@ -199,6 +199,10 @@ class CachePolicy:
     sink: int = 0
     window: int | None = None  # None: everything is seen
 
+    def num_unseen(self, num_tokens: int) -> int:
+        """How many of the first num_tokens tokens of a history the last of them does not see."""
+        return 0 if self.window is None else max(num_tokens - self.sink - self.window, 0)
+
     def check(self) -> None:
         """Raise InvalidRequest, naming the field, at the first value out of its range."""
         if self.window is None:

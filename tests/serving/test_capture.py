@@ -12,7 +12,7 @@ from runtime.backends.base import Segment
 from runtime.config import BackendConfig, CaptureConfig, ModelConfig
 from runtime.errors import ConfigError
 from runtime.features import FeatureRow, SampleRef
-from runtime.types import SamplingParams, SessionOptions, Switch
+from runtime.types import CachePolicy, SamplingParams, SessionOptions, Switch
 
 from .conftest import Running, StartServer, make_config, start, wait_for
 
@@ -127,3 +127,57 @@ def _recomputed(running: Running, token_ids: list[int]) -> tuple[torch.Tensor, t
     with torch.inference_mode():
         [output] = target.forward([Segment(target.new_cache(), token_ids[:-1])])
     return output.hidden.aux, output.hidden.last
+
+
+def test_rows_of_forked_and_restored_sessions_are_whole(start_server: StartServer, tmp_path: Path) -> None:
+    """A fork in the middle of a history, a session saved and taken up again, and the child of that one."""
+    running = start_server(capture=CaptureConfig(heldout_fraction=0.0))
+    with running.client() as client:
+        parent = client.create_session()
+        client.append(parent.session_id, text="Once upon a time there was a cat who sat on a mat and thought about the sea.")
+        list(client.generate(parent.session_id, GREEDY))
+        fork = client.fork_session(parent.session_id, history_length=40)
+        client.save_session(parent.session_id, "kept")
+        restored = client.restore_session("kept")
+        child = client.fork_session(restored.session_id)
+        for number, session in enumerate((fork, restored, child)):
+            client.append(session.session_id, text=f" And then {number}")
+            list(client.generate(session.session_id, GREEDY))
+        histories = [client.get_session(session.session_id).history_length for session in (parent, fork, restored, child)]
+    wait_for(lambda: _counts(running).get("captured") == 4)
+    rows = [row for _, row in _rows(running)]
+    assert [row.num_tokens for row in rows] == histories
+    for row in rows:
+        assert row.generated.sum() == GREEDY.max_tokens, "an earlier turn is context"
+        aux, last = _recomputed(running, row.token_ids.tolist())
+        assert torch.allclose(row.hidden.aux.float(), aux, atol=0.05, rtol=0.05)
+        assert torch.allclose(row.hidden.last.float(), last, atol=0.05, rtol=0.05)
+
+
+def test_sessions_that_forgot_their_beginning_are_refused_with_the_reason(start_server: StartServer) -> None:
+    running = start_server(capture=CaptureConfig(heldout_fraction=0.0))
+    with running.client() as client:
+        session = client.create_session(SessionOptions(cache_policy=CachePolicy(sink=4, window=64)))
+        for _ in range(3):
+            client.append(session.session_id, text="the cat sat on the mat. ")
+            list(client.generate(session.session_id, GREEDY))
+    wait_for(lambda: sum(_counts(running).values()) == 2 * 3)
+    assert _counts(running) == {"offered": 3, "captured": 1, "shed_dropped": 2}
+
+
+def test_what_a_session_may_not_leave_behind_stays_out_when_it_lives_on(start_server: StartServer) -> None:
+    """Saved and taken up again, or forked with another wish, it is the same conversation."""
+    running = start_server(capture=CaptureConfig(heldout_fraction=0.0))
+    with running.client() as client:
+        private = client.create_session(SessionOptions(capture=Switch.OFF))
+        client.append(private.session_id, text="between us")
+        list(client.generate(private.session_id, GREEDY))
+        client.save_session(private.session_id, "private")
+        restored = client.restore_session("private")
+        fork = client.fork_session(restored.session_id, options=SessionOptions(capture=Switch.ON))
+        for session in (private, restored, fork):
+            client.append(session.session_id, text=" and on")
+            list(client.generate(session.session_id, GREEDY))
+    _say(running, "in public")
+    wait_for(lambda: _counts(running).get("captured") == 1)
+    assert _counts(running) == {"offered": 1, "captured": 1}

@@ -296,6 +296,7 @@ class Stepper:
                 source="session",
                 capture=session.options.capture,
                 first_position=session.first_kept,
+                num_unseen=session.options.cache_policy.num_unseen(session.cached),
             )
         )
 

@@ -69,7 +69,7 @@ class Outcome(StrEnum):
     SHED_BACKLOG = "shed_backlog"  # trainers are too far behind: capture.high_rows, high_mib
     SHED_BUDGET = "shed_budget"
     SHED_CLOSED = "shed_closed"
-    SHED_DROPPED = "shed_dropped"  # a cache policy had dropped the states that the row would start with
+    SHED_DROPPED = "shed_dropped"  # a cache policy had dropped tokens that the row would start with
     FAILED_IO = "failed_io"
     FAILED_NON_FINITE = "failed_non_finite"
     FAILED_REDACTION = "failed_redaction"  # nothing is kept that a hook might have taken away
@@ -89,6 +89,7 @@ class CapturedTurn:
     source: str = "session"
     capture: Switch = Switch.INHERIT  # what the session said
     first_position: int = 0  # more: the session's cache policy dropped tokens, and states with them
+    num_unseen: int = 0  # tokens out of sight under that policy: the last states are not those of the whole history
 
     def __post_init__(self) -> None:
         num_tokens, num_positions = len(self.token_ids), self.first_position + sum(len(part) for part in self.hidden)
@@ -168,7 +169,8 @@ class FeatureTap:
             return Outcome.SKIPPED_SHORT
         if unit_hash("capture", f"{turn.session_id}:{len(turn.token_ids)}") >= self._config.sampling_rate:
             return Outcome.SKIPPED_SAMPLED_OUT
-        return Outcome.SHED_DROPPED if turn.first_position else None  # a row has no holes, and starts where its history does
+        is_whole = not turn.first_position and not turn.num_unseen
+        return None if is_whole else Outcome.SHED_DROPPED  # a row has no holes, and starts where its history does
 
     def _enqueue(self, turn: CapturedTurn) -> Outcome | None:
         size = _hidden_bytes(turn)

@@ -177,6 +177,7 @@ def test_the_tap_hears_that_states_were_dropped(make_engine: MakeEngine) -> None
     run(engine, prompt_of(1, 10), SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), session_id)
     run(engine, prompt_of(1, 200), GREEDY, session_id)
     assert [turn.first_position > 0 for turn in tap.turns] == [False, True]
+    assert [turn.num_unseen > 0 for turn in tap.turns] == [False, True]
 
 
 def test_a_session_that_dropped_tokens_is_forked_and_saved_whole(make_engine: MakeEngine, target: Target, tmp_path: Path) -> None:

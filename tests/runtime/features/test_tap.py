@@ -171,8 +171,9 @@ def test_turns_whose_first_states_were_dropped_are_shed(plane: Plane, target_inf
     kept = HiddenStates.concat(turn.hidden)[10:]
     with tapping(plane, target_info) as tap:
         assert tap.offer(replace(turn, hidden=(kept,), first_position=10)) is False
+        assert tap.offer(replace(turn, num_unseen=1)) is False, "its states are there still, but they saw less than the history"
         assert tap.offer(turn) is True
-    assert nonzero(tap) == {"offered": 2, "shed_dropped": 1, "captured": 1}
+    assert nonzero(tap) == {"offered": 3, "shed_dropped": 2, "captured": 1}
 
 
 def test_sampling_is_deterministic_and_about_right(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:

@@ -8,9 +8,8 @@ machine that gets slower or faster weighs on both arms alike. What counts is the
     python benchmarks/capture.py --model tiny --pairs 20 --require 0.98     exit code 1 if the median ratio is below
     python benchmarks/capture.py --model tiny --requests 10000              memory of the process while the store is full
 
-torch and oneDNN keep what they compiled for each of the last 1024 shapes of a matrix product, which fills some hundred MiB over
-the first thousands of requests, captured or not. LRU_CACHE_CAPACITY=16 ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 in the environment make
-these caches small, so that growth of ours would show; --without-tap runs the same requests uncaptured, for comparison.
+For memory it is how many requests came that counts, not how long they are: answers are short there, and the store is of a size
+that about half of them fill. --without-tap runs the same requests uncaptured, for comparison.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from pathlib import Path
 import machine
 import psutil
 import traffic
+from console import Board
 
 from runtime.backends import load_target
 from runtime.config import (
@@ -173,7 +173,8 @@ class Bench:
         self.ledger.forget([ref.sample_id for ref in refs])
 
 
-def measure_cost(bench: Bench, options: argparse.Namespace) -> list[Pair]:
+def measure_cost(bench: Bench, options: argparse.Namespace, board: Board) -> list[Pair]:
+    board.stage(f"{options.pairs} pairs of {options.round_requests} requests")
     prompts = list(islice(traffic.passages(options.seed), options.round_requests))
     for switch in (Switch.ON, Switch.OFF):
         bench.round(prompts, switch)  # warm
@@ -186,7 +187,7 @@ def measure_cost(bench: Bench, options: argparse.Namespace) -> list[Pair]:
             rounds[switch] = bench.round(prompts, switch)
         pair = Pair(rounds[Switch.ON], rounds[Switch.OFF])
         pairs.append(pair)
-        print(f"pair {number + 1}: ratio {pair.ratio:.3f}, of processor time {pair.cpu_ratio:.3f}", file=sys.stderr)
+        board.say(f"pair {number + 1}: ratio {pair.ratio:.3f}, of processor time {pair.cpu_ratio:.3f}")
     return pairs
 
 
@@ -203,16 +204,22 @@ def summary(pairs: Sequence[Pair], seed: int) -> dict[str, float]:
     return found
 
 
-def measure_memory(bench: Bench, num_requests: int, switch: Switch, seed: int) -> list[tuple[int, float]]:
+def measure_memory(bench: Bench, options: argparse.Namespace, board: Board) -> list[tuple[int, float]]:
     """(requests answered, resident MiB), with no trainer to take a row."""
-    passages = traffic.passages(seed)
+    num_requests, switch = options.requests, Switch.OFF if options.without_tap else Switch.ON
+    board.stage(f"{num_requests} requests")
+    passages = traffic.passages(options.seed)
     process, samples = psutil.Process(), []
     step = max(num_requests // NUM_SAMPLES, 1)
     for answered in range(step, num_requests + 1, step):
         bench.run(list(islice(passages, step)), switch)
         bench.wait_for_rows()
         samples.append((answered, process.memory_info().rss / 2**20))
-        print(f"{answered} requests: {samples[-1][1]:.1f} MiB, {bench.tap.counters()['captured']} rows", file=sys.stderr)
+        counts, used = bench.tap.counters(), bench.store.used_bytes() / 2**20
+        shed = sum(count for name, count in counts.items() if name.startswith("shed"))
+        board.say(
+            f"{answered} requests: {samples[-1][1]:.1f} MiB resident, {counts['captured']} rows of {used:.0f} MiB, {shed} shed"
+        )
     return samples
 
 
@@ -228,14 +235,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, help="of the forward; torch's own choice if left out")
     parser.add_argument("--concurrency", type=int, default=8, help="sessions at once")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of one answer")
+    parser.add_argument("--max-tokens", type=int, help="of one answer; 64, or 16 where memory is measured")
     parser.add_argument("--pairs", type=int, default=10, help="rounds of each arm")
     parser.add_argument("--round-requests", type=int, default=16, help="requests of one round")
     parser.add_argument("--require", type=float, help="the least median ratio; below it the exit code is 1")
     parser.add_argument("--requests", type=int, help="measure memory over so many requests instead")
     parser.add_argument("--without-tap", action="store_true", help="of those requests, capture none")
     parser.add_argument("--max-growth-mib", type=float, default=16.0, help="of memory; above it the exit code is 1")
-    parser.add_argument("--budget-mib", type=int, default=256, help="of the store: a full one is part of the memory's test")
+    parser.add_argument("--budget-mib", type=int, help="of the store; 256, or what half of the requests fill")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write everything there too")
     return parser
@@ -243,12 +250,14 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="slipstream-capture-") as root:
+    options.max_tokens = options.max_tokens or (16 if options.requests else 64)
+    options.budget_mib = options.budget_mib or (max(options.requests // 10, 1) if options.requests else 256)
+    with tempfile.TemporaryDirectory(prefix="slipstream-capture-") as root, Board() as board:
         try:
             bench = Bench(options, Path(root))
             bench.start()
             try:
-                result, is_good = _memory(bench, options) if options.requests else _cost(bench, options)
+                result, is_good = (_memory if options.requests else _cost)(bench, options, board)
                 result["outcomes"] = {name: count for name, count in bench.tap.counters().items() if count}
             finally:
                 bench.stop()
@@ -263,8 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good else 1
 
 
-def _cost(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    pairs = measure_cost(bench, options)
+def _cost(bench: Bench, options: argparse.Namespace, board: Board) -> tuple[dict[str, object], bool]:
+    pairs = measure_cost(bench, options, board)
     found = summary(pairs, options.seed)
     print(
         f"{options.model}, {options.concurrency} sessions at once, answers of {options.max_tokens} tokens, {options.pairs} pairs "
@@ -276,8 +285,8 @@ def _cost(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, object],
     return {"pairs": [asdict(pair) for pair in pairs], **found}, options.require is None or found["ratio"] >= options.require
 
 
-def _memory(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    samples = measure_memory(bench, options.requests, Switch.OFF if options.without_tap else Switch.ON, options.seed)
+def _memory(bench: Bench, options: argparse.Namespace, board: Board) -> tuple[dict[str, object], bool]:
+    samples = measure_memory(bench, options, board)
     growth = growth_mib(samples)
     print(
         f"{options.model}, {options.requests} requests, no trainer, a store of {options.budget_mib} MiB: resident "

@@ -37,6 +37,7 @@ from training.reporting.progress import Progress
 logger = logging.getLogger(__name__)
 
 CONDITIONING_TOKENS = 256  # generated tokens to see before training continues from a drafter
+BETTER = 8  # times as many tokens are looked at where they are there already: no more, since other workers want rows too
 MAX_FIRST_ROWS = 512  # from scratch
 
 
@@ -230,8 +231,9 @@ class Trainer:
         """That the ranks of this run have the same settings and see the same files."""
         start = None if self._start.directory is None else self._start.version
         groups = {"trainer": self._config, "data": self._data}
-        settings = {f"{group}.{name}": value for group, each in groups.items() for name, value in vars(each).items()}
-        settings["trainer.gate"] = dataclasses.asdict(self._config.gate)
+        settings = {
+            f"{group}.{name}": value for group, each in groups.items() for name, value in dataclasses.asdict(each).items()
+        }
         self._world.check_same(self._structure | settings | {"the starting drafter": start})
 
     def _resume(self) -> Learning | None:
@@ -287,7 +289,7 @@ class Trainer:
         """The first rows of this rank: max_rows of them, or until all ranks together have num_tokens generated tokens, or what
         there is when nothing more will come."""
         while True:
-            rows = self._stream.preview(max_rows, num_tokens)
+            rows = self._stream.preview(max_rows, BETTER * num_tokens)
             [seen] = self._world.sum([int(generated_counts(rows, self._target.vocab_size).sum())])
             is_full, is_live = self._world.any(len(rows) == max_rows, self._stream.is_live)
             if seen >= num_tokens or is_full or not is_live or self._is_over(None):

@@ -182,4 +182,4 @@ def test_prompts_and_the_mode_belong_together(prompts: Path) -> None:
         result = subprocess.run([sys.executable, "-m", "training", *setting], capture_output=True, text=True, check=False)
         assert result.returncode == 2
         assert "data.prompts is" in result.stderr
-        assert "with mode=interleaved, and null in other modes" in result.stderr
+        assert "with mode=interleaved or mode=capture, and null in other modes" in result.stderr

@@ -114,53 +114,56 @@ class HfStatic:
 
     def __init__(self, model: Any, eos_token_ids: Sequence[int]) -> None:
         self._model, self._eos = model, set(eos_token_ids)
-        self._by_size: dict[int, _StaticSteps] = {}
+        self._by_size: dict[int, StaticSteps] = {}
 
     @torch.inference_mode()
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         size = 1 << (len(prompt) + max_tokens - 1).bit_length()
         if size not in self._by_size:
-            self._by_size[size] = _StaticSteps(self._model, size)
+            self._by_size[size] = StaticSteps(self._model, size)
         steps = self._by_size[size]
         answer = Answer(time.perf_counter())
-        answer.add([steps.prefill(prompt)])
+        answer.add(steps.prefill([prompt]))
         while len(answer.token_ids) < max_tokens and answer.token_ids[-1] not in self._eos:
-            answer.add([steps.next()])
+            answer.add(steps.next())
         return answer
 
 
-class _StaticSteps:
-    """Greedy steps over a cache of `size` tokens; the last token and its position stay on the device."""
+class StaticSteps:
+    """Greedy steps of `num` sequences of one length over a cache of `size` tokens each; the last tokens and their position stay
+    on the device."""
 
-    def __init__(self, model: Any, size: int) -> None:
-        self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=size)
+    def __init__(self, model: Any, size: int, num: int = 1) -> None:
+        self._model, self._cache, self._num = model, StaticCache(config=model.config, max_cache_len=size), num
         is_new = "cache" in inspect.signature(type(model).forward).parameters  # its older name is going away
         self._cache_name = "cache" if is_new else "past_key_values"
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._token = torch.zeros(num, 1, dtype=torch.int64, device=model.device)
         self._position = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._graph = self._captured() if model.device.type == "cuda" else None
 
-    def prefill(self, prompt: Sequence[int]) -> int:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         self._cache.reset()
         self._position.zero_()
-        self._run(torch.tensor([list(prompt)], device=self._model.device))
-        return int(self._token)
+        self._run(torch.tensor([list(prompt) for prompt in prompts], device=self._model.device))
+        return self._token[:, 0].tolist()
 
-    def next(self) -> int:
+    def next(self) -> list[int]:
         if self._graph is not None:
             self._graph.replay()
         else:
             self._run(self._token)
-        return int(self._token)
+        return self._token[:, 0].tolist()
 
     def _run(self, ids: torch.Tensor) -> None:
         at = self._position + torch.arange(ids.shape[1], device=ids.device)
-        out = self._model(ids, cache_position=at, position_ids=at[None], use_cache=True, **{self._cache_name: self._cache})
+        positions = at[None].expand(self._num, -1)
+        cache = {self._cache_name: self._cache}
+        out = self._model(ids, cache_position=at, position_ids=positions, use_cache=True, **cache)
         self._token.copy_(out.logits[:, -1:].argmax(-1))
         self._position.add_(ids.shape[1])
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        self.prefill([0] * 4)
+        self.prefill([[0] * 4] * self._num)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -195,7 +198,7 @@ class Served:
         self, prompts: Sequence[Sequence[int]], concurrency: int, max_tokens: int, ignore_eos: bool = False, **fields: Any
     ) -> list[Answer]:
         """Answer all prompts, so many at a time; a new one begins as one ends."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **fields)
+        params = SamplingParams(**{"temperature": 0.0, **fields}, max_tokens=max_tokens, ignore_eos=ignore_eos)
         ended: queue.SimpleQueue[_Listener] = queue.SimpleQueue()
         answers = [Answer(0.0) for _ in prompts]
         waiting = iter(range(len(prompts)))

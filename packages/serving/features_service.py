@@ -9,6 +9,7 @@ are asked on a thread. Knows messages only.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
         self._stopping = stopping
         self._target_fingerprint = target_fingerprint
         self._holders: dict[str, str] = {}  # run id -> process
+        self._changing = threading.Lock()  # from the look at who holds a run to the end of what the holder asked for
 
     def register_at(self, server: GrpcServer) -> None:
         add = features_pb2_grpc.add_FeatureServiceServicer_to_server
@@ -49,17 +51,21 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
     async def Recover(self, request: pb.RecoverRequest, context: Context) -> pb.RecoverResponse:
         async with self._answering(context, request):
             _check_named(request)
+            return pb.RecoverResponse(num_rows=await self._ask(self._recover, request))
+
+    def _recover(self, request: pb.RecoverRequest) -> int:
+        with self._changing:
             if request.run_id == run_of(request.run_id):
                 self._holders[request.run_id] = request.holder
             self._check_holder(request)
-            return pb.RecoverResponse(num_rows=await self._ask(self._ledger.recover, request.run_id))
+            return self._ledger.recover(request.run_id)
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
         async with self._answering(context, request):
-            self._check_holder(request)
+            _check_named(request)
             if not 1 <= request.limit <= MAX_ROWS_PER_CALL:
                 raise InvalidRequest("limit", f"limit must lie in 1..{MAX_ROWS_PER_CALL}, got {request.limit}.")
-            refs = await self._ask(self._lease, request, _timeout_s(request))
+            refs = await self._ask(self._for_holder, request, self._lease, request, _timeout_s(request))
             return pb.LeaseResponse(samples=map(codec.sample_message, refs))
 
     def _lease(self, request: pb.LeaseRequest, timeout_s: float) -> list[SampleRef]:
@@ -79,10 +85,11 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     async def Ack(self, request: pb.AckRequest, context: Context) -> pb.AckResponse:
         async with self._answering(context, request):
-            self._check_holder(request)
+            _check_named(request)
             if not request.path:
                 raise InvalidRequest("path", "path is empty; say where the checkpoint lies.")
-            return pb.AckResponse(checkpoint=codec.checkpoint_message(await self._ask(self._record, request)))
+            recorded = await self._ask(self._for_holder, request, self._record, request)
+            return pb.AckResponse(checkpoint=codec.checkpoint_message(recorded))
 
     def _record(self, request: pb.AckRequest) -> Checkpoint:
         latest = self._ledger.latest_checkpoint(request.run_id)
@@ -94,15 +101,16 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         async with self._answering(context, request):
-            self._check_holder(request)
-            num_rows = await self._ask(self._ledger.heartbeat, request.run_id, _timeout_s(request))
+            _check_named(request)
+            asked = (request.run_id, _timeout_s(request))
+            num_rows = await self._ask(self._for_holder, request, self._ledger.heartbeat, *asked)
             return pb.HeartbeatResponse(num_rows=num_rows)
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> pb.FailResponse:
         async with self._answering(context, request):
-            self._check_holder(request)
+            _check_named(request)
             asked = (request.run_id, request.sample_id, request.reason, request.is_retryable)
-            return pb.FailResponse(is_new=await self._ask(self._ledger.fail, *asked))
+            return pb.FailResponse(is_new=await self._ask(self._for_holder, request, self._ledger.fail, *asked))
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         async with self._answering(context, request):
@@ -129,8 +137,14 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
                 target_fingerprint=self._target_fingerprint,
             )
 
+    def _for_holder(self, request: Any, question: Callable[..., Result], *args: Any) -> Result:
+        """On its thread, so also for a client that is gone meanwhile: else a process that has lost its run could take rows in its
+        name afterwards, which the new one does not know of and keeps leased for ever."""
+        with self._changing:
+            self._check_holder(request)
+            return question(*args)
+
     def _check_holder(self, request: Any) -> None:
-        _check_named(request)
         run_id = run_of(request.run_id)
         if self._holders.setdefault(run_id, request.holder) != request.holder:
             raise RunTakenOver(run_id)

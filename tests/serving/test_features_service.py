@@ -280,6 +280,35 @@ def test_a_process_that_lost_its_run_to_a_newer_one_is_refused(plane: Plane) -> 
     assert plane.ledger.consumption("run") == {}
 
 
+def test_a_lease_on_its_way_when_the_run_is_taken_over_takes_nothing(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leased behind the new holder's back would be nobody's for ever: its heartbeats would keep them."""
+    plane.put("a")
+    old, new = plane.client(retry=Retry(max_attempts=1)), plane.client()
+    old.recover("run")
+    entered, go_on = threading.Event(), threading.Event()
+    real = plane.ledger.lease
+
+    def lease(*asked: Any) -> list[SampleRef]:
+        entered.set()
+        assert go_on.wait(SOON_S)
+        return real(*asked)
+
+    monkeypatch.setattr(plane.ledger, "lease", lease)
+    late = threading.Thread(target=old.lease, args=("run", 1, 60.0))
+    late.start()
+    assert entered.wait(SOON_S)
+    taken_over: Future[int] = Future()
+    taking = threading.Thread(target=lambda: taken_over.set_result(new.recover("run")))
+    taking.start()
+    with pytest.raises(TimeoutError):
+        taken_over.result(0.3)
+    go_on.set()
+    late.join(SOON_S)
+    taking.join(SOON_S)
+    assert taken_over.result(SOON_S) == 1
+    assert plane.ledger.status()["leased"] == 0
+
+
 def test_an_ack_of_rows_that_ran_out_is_refused_whole(plane: Plane) -> None:
     plane.put("a")
     plane.put("b")

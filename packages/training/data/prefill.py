@@ -6,8 +6,10 @@ computed when they are asked for, and `CorpusLedger` the ledger that names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -61,12 +63,16 @@ class Prefill:
             start += length
         return rows
 
-    def labels_of(self, row: int) -> dict[str, str]:
+    def labels_of(self, row: int) -> Mapping[str, str]:
         """As rows of served traffic have them."""
-        _, _, label = self.corpus.labels[row]
-        labels = {SLICE_LABEL: label} if label else {}
         temperature = float(self.corpus.temperatures[row])
-        return dict(labelled(labels, SamplingParams(temperature=round(temperature, 4)))) if temperature > 0 else labels
+        return _labels_of(self.corpus.labels[row][2], round(temperature, 4) if temperature > 0 else 0.0)  # NaN is not
+
+
+@lru_cache(maxsize=4096)
+def _labels_of(slice_name: str, temperature: float) -> Mapping[str, str]:
+    labels = {SLICE_LABEL: slice_name} if slice_name else {}
+    return MappingProxyType(dict(labelled(labels, SamplingParams(temperature=temperature)) if temperature > 0 else labels))
 
 
 def cut_by_tokens(indices: Sequence[int], lengths: np.ndarray, max_tokens: int) -> Iterator[list[int]]:

@@ -109,19 +109,21 @@ class Corpus:
 
     def generated_of(self, row: int) -> torch.Tensor:
         """bool, as long as token_ids_of."""
-        mask = torch.zeros(int(self.lengths[row]), dtype=torch.bool)
-        for first, stop in self.spans_of(row):
-            mask[first:stop] = True
-        return mask
+        start = int(self.row_offsets[row])
+        return self._generated[start : start + int(self.lengths[row])]
+
+    @cached_property
+    def _generated(self) -> torch.Tensor:
+        """bool [N]"""
+        spans, offsets = self.spans.numpy().astype(np.int64), self.row_offsets.numpy()
+        edges = np.zeros(self.num_tokens + 1, dtype=np.int8)
+        np.add.at(edges, offsets[spans[:, 0]] + spans[:, 1], 1)  # spans may touch: one ends where the next begins
+        np.add.at(edges, offsets[spans[:, 0]] + spans[:, 2], -1)
+        return torch.from_numpy(np.cumsum(edges[:-1], dtype=np.int8).astype(bool))
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """int64 [V]: how often each token was generated, over all rows."""
-        spans, offsets = self.spans.numpy().astype(np.int64), self.row_offsets.numpy()
-        edges = np.zeros(self.num_tokens + 1, dtype=np.int8)
-        edges[offsets[spans[:, 0]] + spans[:, 1]] += 1  # spans of a row lie apart, or touch: one ends where the next begins
-        np.add.at(edges, offsets[spans[:, 0]] + spans[:, 2], -1)
-        is_generated = np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
-        ids = self.token_ids.numpy()[is_generated].astype(np.int64)
+        ids = self.token_ids.numpy()[self._generated.numpy()].astype(np.int64)
         return torch.from_numpy(np.bincount(ids, minlength=vocab_size))
 
     def is_heldout(self, fraction: float) -> np.ndarray:
@@ -157,7 +159,9 @@ class Corpus:
             if tensors[name].dtype not in dtypes:
                 raise FeatureError(f"its {name} are {tensors[name].dtype}")
         try:
-            labels = tuple((str(source), str(part), str(label)) for source, part, label in json.loads(bytes(tensors["labels"])))
+            labels = tuple(
+                (str(source), str(part), str(label)) for source, part, label in json.loads(tensors["labels"].numpy().tobytes())
+            )
         except (ValueError, TypeError) as error:
             raise FeatureError(f"its labels are damaged ({error})") from error
         corpus = Corpus(tensors["token_ids"], tensors["row_offsets"], tensors["spans"], tensors["temperatures"], labels)

@@ -1,0 +1,94 @@
+"""Directories of token rows: whole shards, a manifest that is true, one writer, one origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ConfigError
+from training.data.shards import TokenShards, is_shard_directory, read_manifest, read_shard, read_shards
+from training.data.tokens import Corpus, TokenRow
+
+
+def rows(*numbers: int) -> list[TokenRow]:
+    return [TokenRow(f"p{n}", "0", [n, 1, 2, 3], ((1, 4),), 0.7, "chat") for n in numbers]
+
+
+def opened(directory: Path, **settings: object) -> TokenShards:
+    values = {"shard_tokens": 8, "flush_every_s": 3600.0} | settings
+    return TokenShards(directory, {"seed": 0}, 100, **values)
+
+
+def names(directory: Path) -> list[str]:
+    parts = list(read_shards(directory))
+    return [source for source, _, _ in Corpus.concat(parts).labels] if parts else []
+
+
+def test_shards_are_written_when_full_or_due_and_told_in_the_manifest(tmp_path: Path) -> None:
+    with opened(tmp_path, counts=lambda: {"left_out": {"odd_roles": 2}}) as shards:
+        shards.add(rows(0))
+        assert names(tmp_path) == []
+        shards.add(rows(1, 2))  # together or not at all: one shard, though it is full before
+        assert names(tmp_path) == ["p0", "p1", "p2"]
+        shards.add(rows(3))
+        shards.flush()
+    manifest = read_manifest(tmp_path)
+    assert is_shard_directory(tmp_path)
+    assert [shard["rows"] for shard in manifest["shards"]] == [3, 1]
+    assert manifest["totals"] == {"rows": 4, "tokens": 16, "generated_tokens": 12}
+    assert manifest["shards"][0]["rows_by_temperature"] == {"0.7": 3}
+    assert manifest["shards"][0]["rows_by_slice"] == {"chat": 3}
+    assert manifest["counts"] == {"left_out": {"odd_roles": 2}}
+    with opened(tmp_path / "due", flush_every_s=0.0) as shards:
+        shards.add(rows(0))
+        assert names(tmp_path / "due") == ["p0"]
+
+
+def test_a_maker_goes_on_behind_what_is_there(tmp_path: Path) -> None:
+    with opened(tmp_path) as shards:
+        shards.add(rows(0, 1))
+        shards.add(rows(2))  # never written
+    (tmp_path / "manifest.json").write_text(json.dumps({**read_manifest(tmp_path), "shards": []}))  # killed before it
+    (tmp_path / ".tmp-half").write_bytes(b"half a shard")
+    with opened(tmp_path) as shards:
+        assert [shards.is_known(f"p{n}#0") for n in range(3)] == [True, True, False]
+        shards.add(rows(2, 3))
+    assert names(tmp_path) == ["p0", "p1", "p2", "p3"]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_one_writer_and_one_origin(tmp_path: Path) -> None:
+    with opened(tmp_path) as shards:
+        shards.add(rows(0, 1))
+        with pytest.raises(ConfigError, match="Another process is writing rows"):
+            opened(tmp_path)
+    with pytest.raises(ConfigError, match="holds rows made with seed 0, and now it is 1"):
+        TokenShards(tmp_path, {"seed": 1}, 100, shard_tokens=8, flush_every_s=1.0)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds shards and no manifest\.json"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}'])
+def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"manifest\.json"):
+        read_manifest(tmp_path)
+
+
+def test_a_shard_that_is_gone_or_changed_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as shards:
+        shards.add(rows(0, 1))
+    [path] = tmp_path.glob("shard-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-2] + b"xx")
+    with pytest.raises(ConfigError, match="is not what its manifest says"):
+        list(read_shards(tmp_path))
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=r"Shard .* cannot be used"):
+        read_shard(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="is not what its manifest says"):
+        list(read_shards(tmp_path))

@@ -33,7 +33,7 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
     a_max, t_max = float("-inf"), float("-inf")
     a_sum, t_sum = 0.0, 0.0
     draft = 0
-    for first in tl.static_range(0, D, BLOCK_D):
+    for first in range(0, D, BLOCK_D):
         ok = first + lane < D
         a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
@@ -49,7 +49,7 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
 
     # 2: alpha, the drafter's mass where it lies under the target, and both entropies
     alpha, under, dot, negentropy = 0.0, 0.0, 0.0, 0.0
-    for first in tl.static_range(0, D, BLOCK_D):
+    for first in range(0, D, BLOCK_D):
         ok = first + lane < D
         a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
@@ -72,7 +72,7 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
     tl.store(drafts + pair, draft)
 
     # 3: the gradient
-    for first in tl.static_range(0, D, BLOCK_D):
+    for first in range(0, D, BLOCK_D):
         ok = first + lane < D
         a = tl.load(a_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)
         t = tl.load(t_row + first + lane, mask=ok, other=NOWHERE).to(tl.float32)

@@ -200,7 +200,10 @@ class DataConfig:
     max_batch_tokens: int = 16384  # a batch stops growing there; a single longer row is a batch of its own
     passes: int = 6  # how often a row is trained on; offline: epochs
     fill_wait_s: float = 10.0  # a batch that is not full waits until no row has come for so long
-    replay_rows: int = 1024  # the newest so many trained rows may be replayed
+    replay_rows: int = 1024  # so many trained rows may be replayed, the newest
+    replay_share: float = 0.0  # of a batch with fresh rows: trained ones, whether or not their passes are used up
+    recency: float = 0.0  # the newest of them is drawn 2 ** recency times as often as the oldest
+    slice_balance: float = 0.0  # 0: rows alike; 1: slices of the traffic alike, also in who leaves the full buffer
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
     prompts: str | None = None  # interleaved, capture: conversations, one JSON object a line: a file, directory or pattern
@@ -215,6 +218,9 @@ class DataConfig:
         require(self.fill_wait_s >= 0, "data.fill_wait_s", self.fill_wait_s, "0 or more seconds")
         ok = self.replay_rows >= self.batch_rows
         require(ok, "data.replay_rows", self.replay_rows, "at least data.batch_rows")
+        require(0.0 <= self.replay_share <= 0.9, "data.replay_share", self.replay_share, "between 0 and 0.9")
+        require(0.0 <= self.recency <= 16.0, "data.recency", self.recency, "between 0 and 16")
+        require(0.0 <= self.slice_balance <= 1.0, "data.slice_balance", self.slice_balance, "between 0 and 1")
         ok = 1 <= self.lease_timeout_s <= LONGEST_LEASE_S
         require(ok, "data.lease_timeout_s", self.lease_timeout_s, f"between 1 and {LONGEST_LEASE_S:.0f} seconds")
         require_period("data.poll_s", self.poll_s)

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -26,10 +25,12 @@ from runtime.features.refs import SampleRef
 from training.config import DataConfig
 from training.data.arrivals import Arrivals, LedgerArrivals
 from training.data.batches import TrainingRow, supervised
+from training.data.replay import ReplayBuffer, Replayed
 
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 4
+REACH_BALANCED = 32  # buffers full of rows, the newest, among which a resumed run looks for those that it kept of every slice
 
 Check = Callable[[SampleRef], str | None]
 """Why a row does not fit the drafter in training; None if it does."""
@@ -85,18 +86,12 @@ class Stream(Protocol):
         ...
 
     def figures(self) -> dict[str, int]:
-        """Counts for the display. Those named rows_... are this rank's share of a total, the others the same on all ranks."""
+        """Numbers for the display, always the same ones. Those named rows_... are this rank's share of a total, the others the same on all ranks."""
         ...
 
     def close(self) -> None:
         """Give back what was taken and is in no checkpoint."""
         ...
-
-
-@dataclass
-class _Replayed:
-    ref: SampleRef
-    num_passes: int
 
 
 class OnlineStream:
@@ -124,7 +119,8 @@ class OnlineStream:
         self._unread: deque[SampleRef] = deque()  # leased, and not looked at: their store does not answer
         self._is_store_silent = False
         self._fresh: dict[str, tuple[SampleRef, TrainingRow]] = {}  # leased, not trained
-        self._replay: dict[str, _Replayed] = {}  # trained, oldest first
+        self._replay = ReplayBuffer(config)  # trained
+        self._newest_at: float | None = None  # when the newest row that was trained was made, Unix seconds
         self._unsaved: dict[str, None] = {}  # trained since the last checkpoint, in this order
         self._num_admitted = 0
         self._arrived_at = self._beat_at = time.monotonic()
@@ -149,37 +145,39 @@ class OnlineStream:
         return None
 
     def next_batch(self) -> list[TrainingRow]:
-        """Fresh rows first, then a random choice of rows whose passes are not used up. While rows may still be arriving, a
-        batch waits until it is full."""
+        """Fresh rows first, up to what data.replay_share leaves them, then rows that were trained before: beside fresh ones
+        any, else those whose passes are not used up. While rows may still be arriving, a batch waits until it is full."""
         size = self._config.batch_rows
-        self._lease(size)
-        fresh = [row for _, row in list(self._fresh.values())[:size]]
-        again = [name for name, entry in self._replay.items() if entry.num_passes < self._config.passes]
+        reserved = min(round(size * self._config.replay_share), len(self._replay), size - 1)
+        self._lease(size - reserved)
+        fresh = [row for _, row in list(self._fresh.values())[: size - reserved]]
         is_early = time.monotonic() - self._arrived_at < self._config.fill_wait_s
-        if len(fresh) + len(again) < size and is_early and self.is_live:
+        if len(fresh) + max(self._replay.num_left, reserved) < size and is_early and self.is_live:
             return []
-        order = torch.randperm(len(again), generator=self._generator).tolist() if len(fresh) < size else []
-        replayed = self._load_again([again[i] for i in order], size - len(fresh))
+        replayed: list[TrainingRow] = []
+        if fresh and reserved:
+            replayed = self._load_again(self._replay.order(self._generator, with_used_up=True), reserved)
+        if len(fresh) + len(replayed) < size:
+            known = {row.sample_id for row in replayed}
+            order = [name for name in self._replay.order(self._generator, with_used_up=False) if name not in known]
+            replayed += self._load_again(order, size - len(fresh) - len(replayed))
         rows = fresh + replayed
         return rows[: num_within([row.num_tokens for row in rows], self._config.max_batch_tokens)]
 
     def trained(self, rows: Sequence[TrainingRow]) -> None:
         admitted = [row.sample_id for row in rows if row.sample_id in self._fresh]
-        for row in rows:
-            if row.sample_id in self._fresh:
-                self._replay[row.sample_id] = _Replayed(self._fresh.pop(row.sample_id)[0], 1)
-            else:
-                self._replay[row.sample_id].num_passes += 1
+        again = [self._replay.ref(row.sample_id) for row in rows if row.sample_id not in self._fresh]
+        for ref in [*again, *(self._fresh.pop(name)[0] for name in admitted)]:  # whoever joins may make another leave
+            self._replay.trained(ref)
+            self._newest_at = max(ref.created_at, self._newest_at or ref.created_at)
         self._unsaved |= dict.fromkeys(admitted)
         self._num_admitted += len(admitted)
         self._arrivals.done(admitted)
-        while len(self._replay) > self._config.replay_rows:
-            del self._replay[next(iter(self._replay))]
         self.keep_alive()
 
     def is_exhausted(self) -> bool:
         is_over = self._arrivals.is_over and not self._unread and not self._fresh
-        return is_over and all(entry.num_passes >= self._config.passes for entry in self._replay.values())
+        return is_over and self._replay.num_left == 0
 
     def keep_alive(self) -> None:
         now = time.monotonic()
@@ -189,7 +187,7 @@ class OnlineStream:
 
     def state(self) -> dict[str, Any]:
         return {
-            "passes": [[name, entry.num_passes] for name, entry in self._replay.items()],
+            "passes": [list(each) for each in self._replay.passes()],
             "num_admitted": self._num_admitted,
             "generator": encode(self._generator),
         }
@@ -197,7 +195,8 @@ class OnlineStream:
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Rows that the checkpoint holds and whose features are still kept are replayed on; others it held are over. As many
         ranks as before: each goes on with its own. Others: the rows are dealt out anew."""
-        num_kept = 2 * self._config.replay_rows * max(len(states), self._num_ranks)
+        reach = 2 if self._config.slice_balance == 0 else REACH_BALANCED
+        num_kept = reach * self._config.replay_rows * max(len(states), self._num_ranks)
         refs = {ref.sample_id: ref for ref in self._ledger.durable(self._run_id, num_kept)}  # newest first
         if len(states) == self._num_ranks:
             passes = states[self._rank]["passes"]
@@ -205,8 +204,8 @@ class OnlineStream:
             known = dict(entry for state in states for entry in state["passes"])
             oldest_first = [[name, known[name]] for name in reversed(refs) if name in known]
             passes = oldest_first[self._rank :: self._num_ranks]
-
-        self._replay = {name: _Replayed(refs[name], num_passes) for name, num_passes in passes if name in refs}
+        kept = (Replayed(refs[name], num_passes) for name, num_passes in passes if name in refs)
+        self._replay = ReplayBuffer(self._config, kept)
         self._num_admitted = share_of([state["num_admitted"] for state in states], self._rank, self._num_ranks)
         if self._rank < len(states):
             decode(states[self._rank]["generator"], self._generator)
@@ -218,9 +217,13 @@ class OnlineStream:
         self._unsaved.clear()
 
     def figures(self) -> dict[str, int]:
-        again = sum(entry.num_passes < self._config.passes for entry in self._replay.values())
         pending = self._ledger.status()["pending"] if self._rank == 0 else 0  # of all ranks
-        return {"rows_admitted": self._num_admitted, "rows_waiting": len(self._fresh) + pending, "rows_to_replay": again}
+        return {
+            "rows_admitted": self._num_admitted,
+            "rows_waiting": len(self._fresh) + pending,
+            "rows_to_replay": self._replay.num_left,
+            "lag_s": 0 if self._newest_at is None else max(round(time.time() - self._newest_at), 0),
+        }
 
     def close(self) -> None:
         try:
@@ -281,13 +284,13 @@ class OnlineStream:
             if len(rows) == num_rows:
                 break
             try:
-                rows.append(TrainingRow(name, self._store.get(self._replay[name].ref)[0]))
+                rows.append(TrainingRow(name, self._store.get(self._replay.ref(name))[0]))
             except FeatureUnavailable as error:
                 self._say_silent(error)
                 break
             except FeatureError as error:
                 logger.log(logging.DEBUG if isinstance(error, FeatureNotFound) else logging.WARNING, "not replayed: %s", error)
-                del self._replay[name]
+                self._replay.drop(name)
         return rows
 
 

@@ -86,7 +86,8 @@ class Stream(Protocol):
         ...
 
     def figures(self) -> dict[str, int]:
-        """Numbers for the display, always the same ones. Those named rows_... are this rank's share of a total, the others the same on all ranks."""
+        """Numbers for the display, always the same ones. Those named rows_... are this rank's share of a total, the others are
+        alike on all ranks, or the first one's count."""
         ...
 
     def close(self) -> None:

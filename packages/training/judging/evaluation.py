@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from runtime import machine
 from runtime.backends import load_target
+from runtime.backends.base import Target
 from runtime.config import SessionsConfig
 from runtime.configuration import provenance
 from runtime.drafters.none import NoDrafter
@@ -152,19 +153,20 @@ class _Evaluation:
         self._seconds = time.monotonic() - began
 
     def _run_shape(self, shape: str, bar: Progress, task: Any) -> None:
-        engine = self._engine(shape)
+        target = load_target(self._config.backend, self._config.model, self._resolved)
+        engine = self._engine(shape, target)
         engine.start()
         try:
             asker = Asker(engine, max(self._settings.lengths), self._settings.concurrency, self._settings.seed, self._stop)
             for work in self._works(shape, only_missing=True):
-                if work.candidate is not None:
-                    self._use(engine, work.candidate)
+                if work.candidate is not None and engine.drafter_version != work.candidate.version:
+                    engine.swap_drafter(work.candidate.load(target))
                 self._ask(asker, work, bar, task)
             self._compare(engine, shape)
         finally:
             engine.stop()
 
-    def _engine(self, shape: str) -> LocalEngine:
+    def _engine(self, shape: str, target: Target) -> LocalEngine:
         settings = self._settings
         sessions = SessionsConfig(
             max_sessions=settings.concurrency + 1,
@@ -173,14 +175,9 @@ class _Evaluation:
             kv_budget_mib=KV_BUDGET_MIB,
             prefix_reuse=False,  # an answer's first token comes of its prompt in every pass
         )
-        self._target = load_target(self._config.backend, self._config.model, self._resolved)
-        info = self._target.info
+        info = target.info
         self._model = {"name": info.name, "fingerprint": info.fingerprint, "dtype": info.dtype, "device": info.device}
-        return LocalEngine(self._target, NoDrafter(), self._tokenizer, speculation_of(shape), sessions)
-
-    def _use(self, engine: LocalEngine, candidate: Candidate) -> None:
-        if engine.drafter_version != candidate.version:
-            engine.swap_drafter(candidate.load(self._target))
+        return LocalEngine(target, NoDrafter(), self._tokenizer, speculation_of(shape), sessions)
 
     def _works(self, shape: str, *, only_missing: bool) -> list[_Work]:
         works = [

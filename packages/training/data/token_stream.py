@@ -41,8 +41,10 @@ class TokenStream:
         *,
         rank: int = 0,
         num_ranks: int = 1,
+        looks_ahead: bool | None = None,  # None: on a CUDA device, where what is launched runs beside the host
     ) -> None:
         """rows: of the corpus, those to be trained on."""
+        self._looks_ahead = prefill.device.type == "cuda" if looks_ahead is None else looks_ahead
         self._prefill = prefill
         self._rows = np.asarray(rows, dtype=np.int64)
         self._run_id = run_id
@@ -71,7 +73,7 @@ class TokenStream:
 
     def next_batch(self) -> list[TrainingRow]:
         rows = self._batch(self._epoch, self._next + self._rank)
-        if self._prefill.device.type == "cuda":
+        if self._looks_ahead:
             self._look_ahead()
         return rows
 
@@ -83,7 +85,8 @@ class TokenStream:
     def _look_ahead(self) -> None:
         """Launch the forward for the batch after this one; within the epoch, which is simple and nearly always."""
         batch = self._next + self._num_ranks + self._rank
-        if batch < len(self._order):
+        is_there = self._ahead is not None and self._ahead[0] == (self._epoch, batch)
+        if batch < len(self._order) and not is_there:
             self._ahead = ((self._epoch, batch), self._prefill.rows(self._order[batch]))
 
     def trained(self, rows: Sequence[TrainingRow]) -> None:

@@ -176,6 +176,9 @@ class Progress:
         corpus = found.corpus
         counts = {"left_out": dict(found.left_out), "truncated": dict(found.truncated)}
         self._write("corpus", rows=len(corpus), tokens=corpus.num_tokens, generated_tokens=corpus.num_generated, **counts)
+        self._shown.pop("conversations tokenised", None)
+        left_out = {"left out": found.left_out.total(), "truncated": found.truncated.total()}
+        self._shown |= {name: f"{count}" for name, count in left_out.items() if count}
         self._say(f"corpus: {found.told()}")
 
     # --- events of an interleaved run's producer, from its thread ---

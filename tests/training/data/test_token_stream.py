@@ -11,6 +11,7 @@ import torch
 from runtime.backends.transformers.packed import PackedForward, load_packed
 from runtime.errors import ConfigError, FeatureNotFound
 from runtime.features.sampling import sampling_of
+from runtime.hidden_states import HiddenStates
 from training.config import DataConfig
 from training.data.prefill import CorpusLedger, HeldoutRows, Prefill
 from training.data.token_stream import TokenStream
@@ -36,10 +37,12 @@ def corpus(target) -> Corpus:
     return Corpus.of(rows, target.vocab_size)
 
 
-def make(forward: PackedForward, corpus: Corpus, seed: int = 0, *, rank: int = 0, num_ranks: int = 1, **data: int) -> TokenStream:
+def make(
+    forward: PackedForward, corpus: Corpus, seed: int = 0, *, rank: int = 0, num_ranks: int = 1, ahead: bool = False, **data: int
+) -> TokenStream:
     config = DataConfig(**({"max_batch_tokens": 64, "passes": 2} | data))
     prefill = Prefill(forward, corpus, config.max_batch_tokens)
-    return TokenStream(prefill, range(len(corpus)), "run", config, seed, rank=rank, num_ranks=num_ranks)
+    return TokenStream(prefill, range(len(corpus)), "run", config, seed, rank=rank, num_ranks=num_ranks, looks_ahead=ahead)
 
 
 def drain(stream: TokenStream, steps: int = 10**6) -> list[list[str]]:
@@ -90,6 +93,32 @@ def test_a_position_resumes_at_any_step_and_with_any_number_of_ranks(forward: Pa
     alone.restore([stream.state() for stream in ranks])
     assert drain(alone) == whole[4:]
     assert alone.figures()["rows_trained"] == 2 * NUM_ROWS
+
+
+def test_looking_ahead_changes_no_batch_and_reads_no_row_twice(forward: PackedForward, corpus: Corpus) -> None:
+    calls: list[int] = []
+
+    class Counting:
+        device, dtype = forward.device, forward.dtype
+
+        def __call__(self, token_ids: torch.Tensor, lengths: list[int]) -> HiddenStates:
+            calls.append(len(lengths))
+            return forward(token_ids, lengths)
+
+    ahead = make(Counting(), corpus, ahead=True)
+    plain = make(forward, corpus)
+    while not plain.is_exhausted():
+        for ours, theirs in zip(ahead.next_batch(), plain.next_batch(), strict=True):
+            assert ours.sample_id == theirs.sample_id
+            assert torch.equal(ours.features.hidden.aux, theirs.features.hidden.aux)
+        for stream in (ahead, plain):
+            stream.trained([])
+    assert ahead.is_exhausted()
+    assert sum(calls) == 2 * NUM_ROWS
+    for num_ranks in (1, 2):
+        streams = [make(forward, corpus, rank=rank, num_ranks=num_ranks, ahead=True) for rank in range(num_ranks)]
+        together = [drain(stream, 4) for stream in streams]
+        assert [batch for step in zip(*together, strict=True) for batch in step] == drain(make(forward, corpus), 4 * num_ranks)
 
 
 def test_more_passes_go_on_and_other_rows_are_refused(forward: PackedForward, corpus: Corpus) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import FeatureError
+from runtime.errors import FeatureError, FeatureUnavailable
 from runtime.features.database import Database
 
 SCHEMA = ("CREATE TABLE t(x INTEGER)", "INSERT INTO t VALUES (0)")
@@ -135,3 +135,34 @@ def test_a_closed_database_says_so(tmp_path: Path) -> None:
         database.read("SELECT 1")
     with pytest.raises(FeatureError, match="closed"):
         _execute(database, "UPDATE t SET x = 1")
+
+
+def test_a_file_that_another_process_writes_is_waited_for_and_named_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d.sqlite"
+    patient = Database(path, SCHEMA, version=2, synchronous="FULL")
+    monkeypatch.setattr("runtime.features.database.BUSY_TIMEOUT_S", 0.1)
+    hasty = Database(path, SCHEMA, version=2, synchronous="FULL")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(FeatureUnavailable, match=r"d\.sqlite cannot be used: database is locked"), hasty.transaction():
+        pass
+    assert hasty.read("SELECT x FROM t") == [(0,)], "readers do not wait"
+    written = threading.Event()
+
+    def write() -> None:
+        with patient.transaction() as connection:
+            connection.execute("UPDATE t SET x = 1")
+        written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert not written.wait(0.3)
+    other.execute("COMMIT")
+    writer.join(30)
+    with hasty.transaction() as connection:
+        connection.execute("UPDATE t SET x = x + 1")
+    assert patient.read("SELECT x FROM t") == [(2,)]
+    for each in (patient, hasty, other):
+        each.close()

@@ -205,6 +205,36 @@ def steps(state_dir: Path, run: str) -> int:
     return metrics.read_text().count('"event": "step"') if metrics.exists() else 0
 
 
+def test_rows_of_one_of_two_trainers_that_is_killed_go_to_the_other(state, serve) -> None:
+    """kill -9, and it never comes back: what it had made durable counts once, the rest is trained by the one that is left."""
+    names = state.add(range(8))
+    server = serve()
+    settings = ["trainer=scratch", "trainer.vocabulary_tokens=20", "data.batch_rows=2", "data.passes=1", "data.fill_wait_s=0.1"]
+    ends = ["trainer.num_threads=1", "trainer.idle_timeout_s=8", "trainer.checkpoint_every_steps=2", "data.lease_timeout_s=3"]
+    command = [sys.executable, "-m", "training", f"model.name={state.model.path}", f"source={server.source}", *settings, *ends]
+    places = [state.root.parent / f"machine{n}" for n in range(2)]
+    trainers = [
+        subprocess.Popen([*command, f"trainer.worker={n}", f"state_dir={place}"], stderr=subprocess.PIPE, text=True)
+        for n, place in enumerate(places)
+    ]
+    deadline = time.monotonic() + 120
+    while not all(steps(place, f"default@{n}") >= 3 for n, place in enumerate(places)):
+        assert time.monotonic() < deadline
+        if state.ledger.status()["pending"] < 4:
+            names += state.add(range(len(names), len(names) + 4))
+        time.sleep(0.02)
+    trainers[0].kill()
+    trainers[0].communicate()
+    had = state.ledger.consumption("default@0")
+    names += state.add(range(len(names), len(names) + 6))
+    _, said = trainers[1].communicate(timeout=120)
+    assert trainers[1].returncode == 0, said
+    assert state.ledger.consumption("default@0") == had
+    assert had | state.ledger.consumption("default@1") == dict.fromkeys(names, 1)
+    assert not had.keys() & state.ledger.consumption("default@1").keys()
+    assert state.ledger.status()["durable"] == len(names)
+
+
 def test_a_trainer_outlives_its_server_and_nothing_is_lost_or_counted_twice(state, serve) -> None:
     """SIGKILL, and a new server on the same port, while the trainer trains on."""
     names = state.add(range(60))

@@ -131,21 +131,6 @@ def test_speculators_gets_its_own_config(offered: Callable[..., tuple[Offered, E
     assert config["speculators_config"]["default_proposal_method"] in offered_methods
 
 
-@pytest.mark.filterwarnings("default")  # of what it imports
-def test_speculators_itself_loads_what_is_written(offered: Callable[..., tuple[Offered, Eagle3Model]], tmp_path: Path) -> None:
-    models = pytest.importorskip("speculators.models.eagle3", reason="the package speculators is not installed here")
-    ours, model = offered(fc_norm=True, norm_output=True, rope_parameters=LLAMA3)
-    write_as(tmp_path / "theirs", ours, Dialect.SPECULATORS, dataclasses.replace(VERIFIER, name=None))
-    raw, _ = written(tmp_path / "theirs")
-    config = models.Eagle3SpeculatorConfig.from_dict(raw)
-    theirs = models.Eagle3DraftModel(config)
-    missing, unexpected = theirs.load_state_dict(load_file(tmp_path / "theirs" / "model.safetensors"), strict=False)
-    assert unexpected == []
-    assert set(missing) <= {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-    assert torch.equal(theirs.fc.weight.bfloat16(), model.fc.weight.bfloat16())
-    assert config.eagle_aux_hidden_state_layer_ids == [2, 3, 5]
-
-
 @pytest.mark.parametrize(
     ("config", "dialect"),
     [

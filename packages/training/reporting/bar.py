@@ -30,6 +30,7 @@ class Bar:
         self._rich = Progress(*columns, console=console) if console.is_terminal else None
         self._task = self._rich.add_task(what, total=None, said="") if self._rich is not None else None
         self._began_at = self._logged_at = time.monotonic()
+        self._first: int | None = None  # what was done when the first figure came, by somebody before
 
     def __enter__(self) -> Self:
         if self._rich is not None:
@@ -42,9 +43,10 @@ class Bar:
 
     def show(self, done: int, total: int, said: str = "") -> None:
         """said: other figures of now."""
+        self._first = done if self._first is None else self._first
         if self._rich is not None and self._task is not None:
             self._rich.update(self._task, completed=done, total=total, said=said)
         elif time.monotonic() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = time.monotonic()
-            left_s = (self._logged_at - self._began_at) / max(done, 1) * max(total - done, 0)
+            left_s = (self._logged_at - self._began_at) / max(done - self._first, 1) * max(total - done, 0)
             logger.info("%s: %d of %d, about %.0f s left%s", self._what, done, total, left_s, f", {said}" if said else "")

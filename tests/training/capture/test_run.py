@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, FeatureBudgetExceeded
 from runtime.models import Tokenizer
 from training.app import run
 from training.config import AnswersConfig, Mode, Output, TrainingConfig
@@ -124,6 +124,24 @@ def test_answers_become_rows_with_features(state, prompts: Path) -> None:
     logits = row.hidden.last.float() @ state.target.lm_head.float().T
     at = row.generated[1:].nonzero().flatten()
     assert (logits[at].argmax(-1) == row.token_ids[at + 1]).float().mean() > 0.9  # states are stored in bfloat16
+
+
+def test_a_full_feature_plane_ends_it_and_a_larger_one_goes_on(state, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two three " * 100}]
+    path.write_text("\n".join(json.dumps({"id": f"c{n}", "conversations": messages}) for n in range(12)))
+    config = settings(state, path, generate=False, output=Output.FEATURES)
+    config.data.max_batch_tokens = 1000
+    config.features.budget_mib = 1
+    with pytest.raises(FeatureBudgetExceeded, match=r"raise features\.budget_mib"):
+        run(config)
+    before = {ref.sample_id for ref in state.ledger.trainable()}
+    assert 0 < len(before) < 12
+    config.features.budget_mib = 64
+    assert run(config) == 0
+    after = [ref.sample_id for ref in [*state.ledger.trainable(), *state.ledger.heldout()]]
+    assert sorted(after) == sorted(sample_id_of(f"c{n}") for n in range(12))
+    assert before <= set(after)
 
 
 def test_conversations_are_read_as_they_stand(state, tmp_path: Path) -> None:

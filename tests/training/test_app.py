@@ -1,0 +1,32 @@
+"""A run as a program: what it leaves when it ends, and when it breaks off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.errors import ModelError
+from training.app import run
+from training.config import Mode
+from training.reporting.config import TrackerKind
+
+
+def test_a_run_that_breaks_off_leaves_its_picture(state: Any, caplog: pytest.LogCaptureFixture) -> None:
+    state.add(range(8))
+    run_dir = state.root / "training" / "default"
+    assert run(state.config(mode=Mode.OFFLINE, trainer__max_steps=4, tracker__kind=TrackerKind.NONE)) == 0
+    (run_dir / "progress.png").unlink()
+    for path in (run_dir / "checkpoints").glob("*/state.safetensors"):
+        path.write_bytes(b"nothing")
+    caplog.set_level("INFO")
+    with pytest.raises(ModelError, match="cannot be used"):
+        run(state.config(mode=Mode.OFFLINE, trainer__max_steps=8, tracker__kind=TrackerKind.NONE))
+    assert (run_dir / "progress.png").is_file()
+    assert f"picture of the run: {run_dir / 'progress.png'}" in caplog.text
+
+
+def test_figures_go_to_tensorboard_unless_told_otherwise(state: Any) -> None:
+    state.add(range(8))
+    assert run(state.config(mode=Mode.OFFLINE, trainer__max_steps=2)) == 0
+    assert list((state.root / "training" / "default" / "tensorboard").glob("events.*"))

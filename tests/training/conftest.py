@@ -189,7 +189,7 @@ def state(tmp_path: Path, tiny: ResolvedModel, target: TargetWeights, monkeypatc
 
 # Imports once, then forks a real trainer process for each configuration of a line that it reads: what is killed is a process.
 NURSERY = """
-import json, os, sys
+import faulthandler, json, os, sys
 import torch
 torch.set_num_threads(1)
 from hydra.core.config_store import ConfigStore
@@ -209,6 +209,7 @@ for line in sys.stdin:
         pids.append(os.fork())
         if pids[-1] == 0:
             os.environ.update(environment)
+            faulthandler.dump_traceback_later(120, exit=True)  # one that hangs says where, and fails its test
             os._exit(begin(work))
     print(json.dumps(pids), flush=True)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)

@@ -72,12 +72,14 @@ class Parts:
 
     def start(self) -> None:
         self.engine.start()
+        torch.set_num_threads(1)  # of all threads but the engine's, which has its own by now
         self.lifecycle.start()
 
     def stop(self) -> None:
         """Running generations end with EngineUnavailable; what the tap holds is written."""
         self.lifecycle.stop()
         self.engine.stop()
+        torch.set_num_threads(self.engine.num_threads)
         if self.capture is not None:
             self.capture.close()
 

@@ -63,6 +63,11 @@ class LocalEngine:
         return self._stepper.drafting.active.version
 
     @property
+    def num_threads(self) -> int:
+        """CPU threads that a forward has, once the engine was started."""
+        return self._loop.num_threads
+
+    @property
     def is_running(self) -> bool:
         return self._loop.is_running
 
@@ -121,9 +126,7 @@ class LocalEngine:
                         "grammar", "A grammar ends with the model's own eos_token_ids, neither ignored nor replaced."
                     )
                 max_tokens = self._room(session, params.max_tokens)
-                request = Request(
-                    session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar, entropy
-                )
+                request = Request(session, params, max_tokens, on_event, request_id, self._info, self.tokenizer, grammar, entropy)
                 session.begin()
                 self._store.touch(session)
                 self._loop.submit(request)

@@ -17,6 +17,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from runtime.config import SessionsConfig
 from runtime.engine.holdings import Readers
 from runtime.engine.request import Request
@@ -24,6 +26,7 @@ from runtime.engine.step import Stepper
 from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
 from runtime.sessions.store import SessionStore
+from runtime.threads import give_back_team
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class EngineLoop:
         self._errands: deque[Callable[[], None]] = deque()
         self.num_preempted = 0
         self._is_stopping = False
+        self.num_threads = 1  # of the engine's thread
+        self._has_cores = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="slipstream-engine", daemon=True)
 
     # --- any thread ---
@@ -52,7 +57,11 @@ class EngineLoop:
         return self._thread.is_alive() and not self._is_stopping
 
     def start(self) -> None:
+        """With as many CPU threads as torch has for the caller; those that the caller's operations woke go."""
+        self.num_threads = torch.get_num_threads()
+        give_back_team()
         self._thread.start()
+        self._has_cores.wait()
 
     def stop(self) -> None:
         with self.lock:
@@ -114,6 +123,8 @@ class EngineLoop:
     # --- the engine's thread ---
 
     def _loop(self) -> None:
+        torch.set_num_threads(self.num_threads)  # this thread's, whatever is set elsewhere from now on
+        self._has_cores.set()
         try:
             while self._tick():
                 pass
@@ -124,6 +135,8 @@ class EngineLoop:
 
     def _tick(self) -> bool:
         """Wait for work, run one step, settle what ended. False: time to stop."""
+        if not (self._running or self._waiting or self._errands):
+            give_back_team()
         with self.lock:
             if not (self._running or self._waiting or self._errands or self._is_stopping):
                 self.lock.wait(REAP_INTERVAL_S)

@@ -43,6 +43,15 @@ class RaggedBatch:
         self.attention = attention
         self.aux: dict[int, torch.Tensor] = {}  # layer id -> [T, Ht]
         self.last: torch.Tensor | None = None  # [T, Ht]
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Heads [..., T, D] turned by rotary halves: x cos + (-x2, x1) sin. cos and sin [1, T, D] are those of the forward."""
+        half = x.shape[-1] // 2
+        if self._turns is None:
+            self._turns = cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        cos, signed_sin = self._turns
+        return torch.addcmul(x * cos, torch.cat([x[..., half:], x[..., :half]], dim=-1), signed_sin)
 
     def hidden(self, layer_ids: Sequence[int]) -> HiddenStates:
         """Of all rows, once the model is done."""

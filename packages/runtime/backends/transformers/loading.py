@@ -16,13 +16,14 @@ from transformers.utils import logging as transformers_logging
 from runtime.backends.base import Target, TargetInfo
 from runtime.backends.transformers.contiguous import ContiguousAttention
 from runtime.backends.transformers.invariant import InvariantAttention, check_device, check_invariance, make_invariant
+from runtime.backends.transformers.layers import fuse_layers
 from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
 from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
 from runtime.errors import ConfigError, ModelError
 from runtime.hidden_states import default_aux_layer_ids
-from runtime.linear import pack_linears
+from runtime.linear import can_pack, pack_linears
 from runtime.models import ResolvedModel, Tokenizer
 
 
@@ -60,11 +61,13 @@ def build(
     model.requires_grad_(False)
     embedding, lm_head = embedding_and_head(model)  # before packing takes the head's plain weight away
     is_invariant = numerics is Numerics.INVARIANT
+    shape = probe_model(model)
     if is_invariant:
         make_invariant(model)
     else:
+        if can_pack(embedding):
+            fuse_layers(model)
         pack_linears(model)
-    shape = probe_model(model)
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not max_positions:
         raise ModelError(f"The config of {name} does not say max_position_embeddings; add it to its config.json.")

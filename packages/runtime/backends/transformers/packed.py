@@ -60,7 +60,7 @@ class PackedForward:
             offsets.append(offsets[-1] + length)
         assert offsets[-1] == len(token_ids), "lengths are those of the rows"
         positions = torch.cat([torch.arange(length) for length in lengths])
-        batch = RaggedBatch(_Rows(offsets, self.device))
+        batch = RaggedBatch(PackedRows(offsets, self.device))
         inputs: dict[str, Any] = {"input_ids": _moved(token_ids, self.device)[None], BATCH: batch, "use_cache": False}
         self._decoder(**inputs, position_ids=_moved(positions, self.device)[None])
         return batch.hidden(self.layer_ids)
@@ -75,8 +75,8 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-class _Rows:
-    """Implements `Attention`: causal within each row."""
+class PackedRows:
+    """Implements `Attention`: causal within each row. offsets: [R+1] where the rows begin and end."""
 
     def __init__(self, offsets: Sequence[int], device: torch.device) -> None:
         self._offsets = offsets
@@ -94,14 +94,14 @@ class _Rows:
         softcap: float | None,
     ) -> torch.Tensor:
         if q.is_cuda and q.dtype in HALF and softcap is None and _can_fuse(q.shape[2], v.shape[2]):
-            return self._fused(q, k, v, scale, window)
+            return self.fused(q, k, v, scale, window)
         parts = []
         for start, stop in pairwise(self._offsets):
             row = slice(start, stop)
             parts.append(attend_row(q[:, row], k[:, row], v[:, row], scale, window, softcap))
         return torch.cat(parts, dim=1).transpose(0, 1)[None]
 
-    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
+    def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
         sizes = (self._on_device, self._on_device, self._longest, self._longest)
         sight = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         rows_first = (each.transpose(0, 1).contiguous() for each in (q, k, v))  # [T, heads, dim]

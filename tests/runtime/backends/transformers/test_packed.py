@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from runtime.backends.transformers.packed import PackedForward, attend_row, load_packed
+from runtime.backends.transformers.packed import PackedForward, PackedRows, attend_row, load_packed
 from runtime.models import make_tiny, resolve
 
 
@@ -48,6 +48,14 @@ def test_windows_and_soft_caps_are_those_of_the_formula(window: int | None, soft
                 scores[:, i, j] = float("-inf")
     expected = F.softmax(scores, -1) @ v.repeat_interleave(2, 0)
     torch.testing.assert_close(attend_row(q, k, v, 0.3, window, softcap), expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_fused_call_is_one_that_its_operator_takes(window: int | None) -> None:
+    """Shapes and arguments, where there is no device to compute on."""
+    rows = PackedRows([0, 7, 8, 41], torch.device("meta"))
+    q, k, v = (torch.empty(heads, 41, 64, dtype=torch.bfloat16, device="meta") for heads in (9, 3, 3))
+    assert rows.fused(q, k, v, None, window).shape == (1, 41, 9, 64)
 
 
 @pytest.mark.cuda

@@ -22,6 +22,8 @@ class TrainMetrics:
         self._loss = self._gauge("train_loss", "Loss of the last step.")
         self._acceptance = self._gauge("train_acceptance_length", "Of the weights judged last, on held-out rows.")
         self._lag = self._gauge("train_lag_samples", "Rows that wait to be trained on.")
+        self._age = self._gauge("train_lag_seconds", "Age of the newest row that was trained on.")
+        self._rate = self._gauge("train_learning_rate", "Of the last step.")
         self._step = self._gauge("train_step", "Optimizer steps of this run.")
         self._tokens = Counter(PREFIX + "train_tokens", "Tokens that steps have read.", registry=self.registry)
         self._port = port
@@ -50,13 +52,15 @@ class TrainMetrics:
             server.server_close()  # type: ignore[attr-defined]
             thread.join()
 
-    def stepped(self, step: int, loss: float, num_tokens: int) -> None:
+    def stepped(self, step: int, loss: float, num_tokens: int, learning_rate: float) -> None:
         self._step.set(step)
+        self._rate.set(learning_rate)
         self._loss.set(loss)
         self._tokens.inc(num_tokens)
 
     def waiting(self, figures: Mapping[str, int]) -> None:
         self._lag.set(figures.get("rows_waiting", 0))
+        self._age.set(figures.get("lag_s", 0))
 
     def judged(self, acceptance_length: float) -> None:
         self._acceptance.set(acceptance_length)

@@ -99,7 +99,7 @@ class Progress:
     def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
         acceptance = [hits / max(drafted, 1) for hits, drafted in zip(result.num_accepted, result.num_drafted, strict=True)]
         rate = result.num_tokens / max(result.seconds, 1e-9)
-        self._metrics.stepped(result.step, result.loss, result.num_tokens)
+        self._metrics.stepped(result.step, result.loss, result.num_tokens, result.learning_rate)
         self._metrics.waiting(figures)
         self._smooth(result.loss)
         if not math.isfinite(result.grad_norm):

@@ -25,13 +25,17 @@ def scraped(port: int) -> dict[str, float]:
 def test_what_a_run_tells_can_be_scraped(tmp_path: Path) -> None:
     with TrainMetrics(0) as metrics, Progress(tmp_path, Console(file=io.StringIO()), metrics) as progress:
         for step in (1, 2):
-            progress.stepped(StepResult(step, 2.0 / step, [1.0], 10, [10], [6], 100, 0.4, 5e-4, 0.5), 4, {"rows_waiting": 7})
+            progress.stepped(
+                StepResult(step, 2.0 / step, [1.0], 10, [10], [6], 100, 0.4, 5e-4, 0.5), 4, {"rows_waiting": 7, "lag_s": 3}
+            )
         figures = scraped(metrics.port)
         port = metrics.port
     assert figures["slipstream:train_loss"] == 1.0
     assert figures["slipstream:train_tokens_total"] == 200
     assert figures["slipstream:train_lag_samples"] == 7
     assert figures["slipstream:train_step"] == 2
+    assert figures["slipstream:train_lag_seconds"] == 3
+    assert figures["slipstream:train_learning_rate"] == 0.0005
     with pytest.raises(httpx.ConnectError):
         scraped(port)
 

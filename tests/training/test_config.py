@@ -9,7 +9,16 @@ import pytest
 
 from runtime.config import Dtype, FeaturesConfig, ModelConfig, RegistryConfig
 from runtime.errors import ConfigError
-from training.config import DataConfig, GateConfig, Mode, ProducerConfig, RemoteConfig, TrainerConfig, TrainingConfig
+from training.config import (
+    AnswersConfig,
+    DataConfig,
+    GateConfig,
+    Mode,
+    ProducerConfig,
+    RemoteConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,19 @@ from training.config import DataConfig, GateConfig, Mode, ProducerConfig, Remote
         (DataConfig, {"lease_timeout_s": 0.5}, "data.lease_timeout_s is 0.5"),
         (DataConfig, {"lease_timeout_s": 1e6}, "data.lease_timeout_s is 1000000.0"),
         (DataConfig, {"prompts": " "}, "data.prompts is ' '"),
+        (DataConfig, {"corpus": ""}, "data.corpus is ''"),
+        (DataConfig, {"max_tokens": 7}, "data.max_tokens is 7"),
+        (DataConfig, {"heldout_fraction": 0.6}, "data.heldout_fraction is 0.6"),
+        (TrainingConfig, {"data": DataConfig(corpus="file")}, "data.corpus is 'file'"),
+        (AnswersConfig, {"temperatures": []}, "answers.temperatures is []"),
+        (AnswersConfig, {"temperatures": [0.0, 2.5]}, "answers.temperatures is [0.0, 2.5]"),
+        (AnswersConfig, {"max_tokens": 1}, "answers.max_tokens is 1"),
+        (AnswersConfig, {"concurrency": 0}, "answers.concurrency is 0"),
+        (AnswersConfig, {"kv_budget_mib": 1}, "answers.kv_budget_mib is 1"),
+        (AnswersConfig, {"directory": ""}, "answers.directory is ''"),
+        (AnswersConfig, {"shard_tokens": 0}, "answers.shard_tokens is 0"),
+        (AnswersConfig, {"flush_every_s": -1.0}, "answers.flush_every_s is -1.0"),
+        (TrainingConfig, {"mode": Mode.CAPTURE}, "data.prompts is None"),
         (TrainingConfig, {"mode": Mode.INTERLEAVED}, "data.prompts is None"),
         (TrainingConfig, {"data": DataConfig(prompts="file")}, "data.prompts is 'file'"),
         (TrainerConfig, {"worker": "a/b"}, "trainer.worker is 'a/b'"),

@@ -26,6 +26,7 @@ from training.app import run, state_directory
 from training.config import TrainingConfig
 from training.reporting.comparison import Outcome, compare
 from training.reporting.history import History
+from training.reporting.origins import start_of
 
 MAX_ID = 64
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+")
@@ -76,8 +77,9 @@ def _run_id(base: str, overrides: Sequence[str]) -> str:
 def _compare(done: Sequence[tuple[TrainingConfig, str, str]], directory: Path) -> None:
     runs = []
     for config, changed, ended in done:
-        history = History.read(state_directory(config) / "training" / config.trainer.name)
-        runs.append((Outcome.of(config.trainer.name, history, changed, ended), history))
+        run_dir = state_directory(config) / "training" / config.trainer.name
+        history = History.read(run_dir)
+        runs.append((Outcome.of(config.trainer.name, history, changed, ended, start_of(run_dir)), history))
     console = Console(stderr=True)
     compare(runs, directory, console)
     console.print(f"written to {directory}: sweep.md, sweep.json, sweep.png", markup=False, highlight=False, soft_wrap=True)

@@ -69,7 +69,7 @@ def test_ids_that_differ_are_kept() -> None:
 def test_the_best_is_judged_on_held_out_rows_where_any_was() -> None:
     def outcome(run: str, trained: float | None, judged: float | None) -> Outcome:
         return dataclasses.replace(
-            Outcome.of(run, History(), "", "finished"), training_acceptance=trained, heldout_acceptance=judged
+            Outcome.of(run, History(), "", "finished", None), training_acceptance=trained, heldout_acceptance=judged
         )
 
     assert best([outcome("a", None, None)]) is None
@@ -96,9 +96,9 @@ def test_a_sweep_ends_in_one_comparison(state) -> None:
     [directory] = (state.root / "sweeps").iterdir()
     assert str(directory) in result.stderr
     record = json.loads((directory / "sweep.json").read_text())
-    assert [(each["run"], each["changed"], each["steps"], each["ended"]) for each in record["runs"]] == [
-        (names[0], "trainer.learning_rate=0.001", 6, "finished"),
-        (names[1], "trainer.learning_rate=0.01", 6, "finished"),
+    assert [(each["run"], each["changed"], each["steps"], each["ended"], each["start"]) for each in record["runs"]] == [
+        (names[0], "trainer.learning_rate=0.001", 6, "finished", "ngram"),
+        (names[1], "trainer.learning_rate=0.01", 6, "finished", "ngram"),
     ]
     held_out = {each["run"]: each["heldout_acceptance"] for each in record["runs"]}
     assert record["best"] == max(names, key=lambda name: held_out[name])

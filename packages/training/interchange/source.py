@@ -89,6 +89,8 @@ def _version(word: str, registry: Registry, runs: Path, setting: str) -> Found:
 def _made_by(version: str, runs: Path) -> tuple[Path | None, int | None]:
     """The run here that published the version, and at which step."""
     for path in sorted(runs.glob(f"*/{METRICS_FILE}")):
+        if version not in path.read_text(encoding="utf-8"):
+            continue
         for step, entry in History.read(path.parent).published.items():
             if entry["version"] == version:
                 return path.parent, step

@@ -22,6 +22,7 @@ LAST_SHARE = 0.1  # of the steps, over which "at the end" is a mean
 COLUMNS = (
     ("run", "{}"),
     ("changed", "{}"),
+    ("began with", "{}"),
     ("ended", "{}"),
     ("steps", "{:,}"),
     ("tokens", "{:,}"),
@@ -41,6 +42,7 @@ class Outcome:
 
     run: str
     changed: str  # the settings in which it differs from the others
+    start: str | None  # the drafter that it began with
     ended: str
     steps: int
     tokens: int
@@ -53,7 +55,7 @@ class Outcome:
     published: int
 
     @staticmethod
-    def of(run: str, history: History, changed: str, ended: str) -> Outcome:
+    def of(run: str, history: History, changed: str, ended: str, start: str | None) -> Outcome:
         verdict: Entry = next(reversed(history.judged.values()), {})
         seconds = float(sum(entry.get("seconds") or 0.0 for entry in history.steps.values()))
         tokens = history.total("num_tokens")
@@ -62,6 +64,7 @@ class Outcome:
         return Outcome(
             run=run,
             changed=changed,
+            start=start,
             ended=ended,
             steps=len(history.steps),
             tokens=tokens,

@@ -24,6 +24,13 @@ def note(run_dir: Path, **values: Any) -> None:
     write_atomic(path, dump_json(record | values))
 
 
+def start_of(run_dir: Path) -> str | None:
+    """The drafter that the run began with; None if it never came so far."""
+    path = run_dir / PROVENANCE_FILE
+    start = json.loads(path.read_text(encoding="utf-8")).get("start") if path.exists() else None
+    return None if start is None else str(start)
+
+
 def of_files(files: Sequence[Path]) -> dict[str, Any]:
     """By name; a file that cannot be read is told by whoever reads it."""
     return {str(path): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in files if path.is_file()}

@@ -81,15 +81,17 @@ class TargetView:
         self._known = {name: self._known[name] for name in sample_ids if name in self._known}
 
     def probs(self, row: TrainingRow, sampling: SamplingParams) -> torch.Tensor:
-        """float32 [n]: p(x[i+1]) at each position i with a state, of the row's tokens x[0 .. n]."""
+        """float32 [n]: p(x[i+1]) at each position i with a state, of the row's tokens x[0 .. n]; 1 where that is no generated
+        token, of which nobody asks."""
         if row.sample_id not in self._known:
             features, device = row.features, self._lm_head.device
-            parts = []
-            said = features.token_ids[1:].to(device)  # [n]
-            for states, tokens in zip(_blocks(features.hidden.last), _blocks(said), strict=True):
+            asked = features.generated[1:].nonzero().flatten()  # states behind which a token was generated
+            said = features.token_ids[asked + 1].to(device)
+            given = torch.ones(len(features.generated) - 1)
+            for at, states, tokens in zip(*map(_blocks, (asked, features.hidden.last[asked], said)), strict=True):
                 p = process_logits(self._logits(states.to(device, torch.float32)), sampling).softmax(dim=-1)
-                parts.append(p.gather(-1, tokens[:, None]).squeeze(-1).cpu())
-            self._known[row.sample_id] = torch.cat(parts)
+                given[at] = p.gather(-1, tokens[:, None]).squeeze(-1).cpu()
+            self._known[row.sample_id] = given
         return self._known[row.sample_id]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:

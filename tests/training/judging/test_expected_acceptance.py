@@ -66,9 +66,9 @@ def serve(state, model: Eagle3Model, params: SamplingParams, num_turns: int) -> 
 def drafter(state) -> Eagle3Model:
     """Half-learned on what the target samples, so that some drafts are taken and some are not."""
     config = state.config(trainer__draft_vocab_size=state.target.vocab_size // 2, trainer__learning_rate=3e-3).trainer
-    rows, _ = serve(state, from_scratch(state.target, config, state.rows(range(8))).served(), SamplingParams(max_tokens=60), 16)
+    rows, _ = serve(state, from_scratch(state.target, config, state.rows(range(8))).served(), SamplingParams(max_tokens=40), 8)
     learner = from_scratch(state.target, config, rows)
-    for _ in range(40):
+    for _ in range(30):
         learner.step(rows)
     return learner.served()
 
@@ -85,10 +85,10 @@ def deviations(served: list[SpeculationStats], expected: list[Counts]) -> float:
     ids=["temperature", "nucleus"],
 )
 def test_the_expectation_is_what_a_server_counts(state, drafter: Eagle3Model, params: SamplingParams) -> None:
-    rows, served = serve(state, drafter, params, 48)
+    rows, served = serve(state, drafter, params, 32)
     expected = evaluate(drafter, rows, D, TargetView(state.target.lm_head))
     there, here = SpeculationStats.total(served), total(expected)
-    assert there.num_accepted > 300
+    assert there.num_accepted > 100
     assert abs(deviations(served, expected)) < 4
     assert here.mean_acceptance_length == pytest.approx(there.mean_acceptance_length, abs=0.05)
     assert here.num_steps + here.num_accepted == pytest.approx(there.num_steps + there.num_accepted, rel=2e-3)  # the tokens
@@ -102,7 +102,9 @@ def test_a_draft_is_taken_by_what_both_give_the_token_that_was_said(state, draft
     x, hidden = row.features.token_ids.tolist(), row.features.hidden
     p = process_logits(hidden.last.float() @ state.target.lm_head.float().T, params).softmax(-1)  # [n, V]
     target = TargetView(state.target.lm_head)
-    assert torch.allclose(target.probs(row, params), p.gather(-1, row.features.token_ids[1:, None]).squeeze(-1))
+    generated = row.features.generated[1:]
+    given = p.gather(-1, row.features.token_ids[1:, None]).squeeze(-1)[generated]
+    assert torch.allclose(target.probs(row, params)[generated], given)
     batch = pack([row], 1)
     given = target.probs(row, params)[batch.query_at + 1][:, None]
     chances = accept_chances(drafter, batch, torch.full((batch.num_supervised,), 0.6), given)

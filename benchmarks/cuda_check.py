@@ -7,9 +7,10 @@
                logit in float32, 0.4 in bfloat16, or the run fails
     sampled    greedy requests beside sampled ones, and those with top_p
     many       as many plain sessions at once as a capture has, ids only
+    tiles      steps with a chain of 5 under other tile heights of the products than those that `launch.tile` chooses
 
-On a CPU the parts run too, small and without `tests` and `steps`, which need the device. `engine.py --device cuda --sections
-never` has the comparison of adaptive with every fixed depth.
+On a CPU the parts run too, small and without `tests`, `steps` and `tiles`, which need the device. The comparison of adaptive
+with every fixed depth is `engine.py --device cuda --sections never`.
 
     python benchmarks/cuda_check.py prompts.jsonl --out check.json --parts steps baselines sampled many
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +42,8 @@ from runtime.engine.fused import Fuses
 from runtime.errors import SlipstreamError
 from runtime.models import Tokenizer, resolve
 
-PARTS = ("tests", "steps", "baselines", "sampled", "many")
+PARTS = ("tests", "steps", "baselines", "sampled", "many", "tiles")
+NO_STEPS = "whole steps on the device need a CUDA device and a model that its kernels know"
 TESTS = ("tests/runtime/backends/transformers/cuda", "tests/runtime/engine/test_fused.py")
 PROMPT_TOKENS = 64
 DEPTHS = (0, 1, 3, 5, 7)
@@ -100,10 +103,11 @@ class Check:
 
     def steps(self) -> Row:
         """Medians over steps in a row, of sessions with a history of a few hundred tokens."""
-        target = self.served(SpeculationMode.FIXED, max(self.sizes)).target
+        served = self.served(SpeculationMode.FIXED, max(self.sizes))
+        target = served.target
         if not isinstance(target, Fuses):
-            return {"skipped": "whole steps on the device need a CUDA device and a model that its kernels know"}
-        decoder = self._served[SpeculationMode.FIXED, max(self.sizes)].engine._stepper._fused._decoder  # type: ignore[union-attr]
+            return {"skipped": NO_STEPS}
+        decoder = _decoder(served)
         found: Row = {}
         for size in self.sizes:
             found[str(size)] = {}
@@ -156,6 +160,29 @@ class Check:
         arms = {"ids only": self._ours(served, detokenize=False), "with text": self._ours(served)}
         return {"tokens_per_s": self._race(arms, sizes)[0]}
 
+    def tiles(self) -> Row:
+        """Milliseconds by number of sessions and rows of a tile; `chosen`: as `launch.tile` says."""
+        served = self.served(SpeculationMode.FIXED, 16)
+        target = served.target
+        if not isinstance(target, Fuses):
+            return {"skipped": NO_STEPS}
+        from runtime.backends.transformers.cuda import launch
+        from runtime.backends.transformers.cuda.target import Graphs
+
+        decoder, chosen = _decoder(served), launch.tile
+        found: Row = {}
+        try:
+            for name, height in (("chosen", None), ("16", 16), ("32", 32), ("64", 64), ("chosen again", None)):
+                launch.tile = chosen if height is None else _of_height(chosen, height)
+                decoder._graphs = Graphs(target.device)  # type: ignore[attr-defined]
+                for size in (4, 8, 12, 16):
+                    seconds = _step_seconds(target, decoder, self.chosen(size), 5, 30)
+                    found.setdefault(str(size), {})[name] = {"ms": 1000 * seconds}
+                say(f"tiles of height {name}")
+        finally:
+            launch.tile = chosen
+        return {"ms": found}
+
     # --- how they are measured ---
 
     def _ours(self, served: Served, **fields: Any) -> Callable[[list[list[int]]], list[list[int]]]:
@@ -182,6 +209,17 @@ class Check:
                         answers[name] += zip(prompts, said, strict=True)
                 say(f"{size} at once, round {number + 1} of {self.rounds}")
         return {name: {str(size): median(rates) for size, rates in row.items()} for name, row in found.items()}, answers
+
+
+def _decoder(served: Served) -> Any:
+    fused = served.engine._stepper._fused
+    assert fused is not None
+    return fused._decoder
+
+
+def _of_height(chosen: Callable[..., Any], height: int) -> Callable[..., Any]:
+    """The sums of squares that `linear` passes on are cut by its width, which stays."""
+    return lambda *args: replace(chosen(*args), bm=height)
 
 
 def _step_seconds(target: Fuses, decoder: Any, prompts: Sequence[Sequence[int]], depth: int, rounds: int) -> float:
@@ -254,6 +292,10 @@ def page(result: Row) -> str:
             header = ["sessions", *(f"depth {depth}: ms, plain steps" for depth in DEPTHS)]
             cells = [[size, *(_step_cell(row.get(str(depth))) for depth in DEPTHS)] for size, row in rows]
             parts.append(table(header, cells))
+        elif by_size := part.get("ms"):
+            names = list(next(iter(by_size.values())))
+            rows = [[size, *(row[name]["ms"] for name in names)] for size, row in by_size.items()]
+            parts.append(table(["sessions: ms a step", *names], rows))
         else:
             parts.append("\n".join(part.get("told", [part.get("skipped", "")])))
         if gaps := part.get("gaps"):

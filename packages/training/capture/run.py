@@ -174,7 +174,9 @@ class _Job:
         longest = min(target.info.max_positions, config.data.max_tokens)
         room = longest - config.answers.max_tokens
         require(room >= 1, "answers.max_tokens", config.answers.max_tokens, f"below {longest}, the tokens that a row may have")
-        prompts, self.made.left_out = load_prompts(self._files, self._tokenizer, target.info.vocab_size, room)
+        with Bar(self._console, "lines of prompts") as bar:
+            vocab_size = target.info.vocab_size
+            prompts, self.made.left_out = load_prompts(self._files, self._tokenizer, vocab_size, room, report=bar.show)
         sessions = SessionsConfig(
             max_sessions=2 * config.answers.concurrency,
             max_batch_sessions=config.answers.concurrency,
@@ -201,7 +203,7 @@ class _Job:
     def read(self, sink: Sink) -> None:
         """The assistant's turns are taken as they stand."""
         max_tokens, cache = self._config.data.max_tokens, self._state_dir / "cache" / "tokens"
-        with Bar(self._console, "conversations") as bar:
+        with Bar(self._console, "lines of conversations") as bar:
             found = encode_files("data.prompts", self._files, self._tokenizer, self._vocab_size(), max_tokens, cache, bar.show)
         self.made.left_out, self.made.truncated = found.left_out, found.truncated
         if not len(found.corpus):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import glob
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,25 @@ def files_of(setting: str, given: str) -> list[Path]:
     return files
 
 
-def read(setting: str, files: Sequence[Path], left_out: Counter[str]) -> Iterator[Conversation | Preformatted]:
+Report = Callable[[int, int], None]
+"""Lines done, of how many."""
+
+REPORT_EVERY = 256  # lines
+
+
+def read(
+    setting: str, files: Sequence[Path], left_out: Counter[str], report: Report = lambda done, total: None
+) -> Iterator[Conversation | Preformatted]:
     """What the files hold, in order; what makes no sense is counted in left_out. ConfigError, with file and line, for a file
     that cannot be read and a line of another form."""
     seen: set[str] = set()
-    for path in files:
-        for number, line in enumerate(_text(setting, path).split("\n"), 1):
+    texts = [(path, _text(setting, path).split("\n")) for path in files]
+    total, done = sum(len(lines) for _, lines in texts), 0
+    for path, lines in texts:
+        for number, line in enumerate(lines, 1):
+            done += 1
+            if done % REPORT_EVERY == 0:
+                report(done, total)
             if not line.strip():
                 continue
             place = _Place(setting, path, number)

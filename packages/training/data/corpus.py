@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,16 +21,13 @@ from runtime.errors import ConfigError, FeatureError
 from runtime.files import sha256_of, write_atomic
 from runtime.models import Tokenizer, absolute
 from training.data import conversations, shards
+from training.data.conversations import Report
 from training.data.encoding import NOTHING_TO_LEARN, TOO_LONG, TRUNCATED, Encoder
 from training.data.tokens import Corpus, TokenRow, clipped, teaches
 
 logger = logging.getLogger(__name__)
 
 ENCODING = 1  # grows when the same files give other rows
-REPORT_EVERY = 256  # conversations
-
-Report = Callable[[int, int], None]
-"""(done, of how many)."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,8 @@ def encode_files(
         return kept
     encoder = Encoder(tokenizer, vocab_size, max_tokens)
     rows: list[TokenRow] = []
-    total = sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
-    for done, record in enumerate(conversations.read(setting, files, encoder.left_out)):
+    for record in conversations.read(setting, files, encoder.left_out, report):
         rows += encoder.rows(record)
-        if done % REPORT_EVERY == 0:
-            report(done, total)
     found = Found(Corpus.of(rows, vocab_size), encoder.left_out, encoder.truncated)
     counts = {"left_out": json.dumps(found.left_out), "truncated": json.dumps(found.truncated)}
     cache.mkdir(parents=True, exist_ok=True)

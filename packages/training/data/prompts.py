@@ -15,7 +15,7 @@ from typing import Any
 from runtime.errors import ConfigError
 from runtime.models import Tokenizer
 from training.data import conversations
-from training.data.conversations import Conversation
+from training.data.conversations import Conversation, Report
 from training.data.encoding import TOO_LONG, Encoder
 
 
@@ -30,7 +30,12 @@ class Prompt:
 
 
 def load_prompts(
-    files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, max_tokens: int, setting: str = "data.prompts"
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    max_tokens: int,
+    setting: str = "data.prompts",
+    report: Report = lambda done, total: None,
 ) -> tuple[list[Prompt], Counter[str]]:
     """Prompts of at most max_tokens tokens in the order of the files, and how many were left out, by reason.
 
@@ -38,7 +43,7 @@ def load_prompts(
     """
     encoder = Encoder(tokenizer, vocab_size, max_tokens)
     prompts: list[Prompt] = []
-    for record in conversations.read(setting, files, encoder.left_out):
+    for record in conversations.read(setting, files, encoder.left_out, report):
         token_ids = encoder.prompt(record)
         if token_ids is None:
             continue

@@ -129,7 +129,8 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     tokenizer = Tokenizer.load(shop.resolved.path)
     max_prompt_tokens = min(target.info.max_positions, config.data.max_batch_tokens) - config.producer.max_tokens
     files = files_of("data.prompts", config.data.prompts)
-    prompts, left_out = load_prompts(files, tokenizer, target.info.vocab_size, max_prompt_tokens)
+    vocab_size, report = target.info.vocab_size, shop.progress.tokenising
+    prompts, left_out = load_prompts(files, tokenizer, vocab_size, max_prompt_tokens, report=report)
     longest = max(len(prompt.token_ids) for prompt in prompts) + config.producer.max_tokens
     channel = _channel(config.producer, config.features, shop.data_of_step.batch_rows, longest, target.info)
 

@@ -169,14 +169,14 @@ class Progress:
     # --- events of a corpus ---
 
     def tokenising(self, done: int, total: int) -> None:
-        self._shown["conversations tokenised"] = f"{done} of {total}"
+        self._shown["lines tokenised"] = f"{done} of {total}"
         self._log_now_and_then()
 
     def corpus(self, found: Found) -> None:
         corpus = found.corpus
         counts = {"left_out": dict(found.left_out), "truncated": dict(found.truncated)}
         self._write("corpus", rows=len(corpus), tokens=corpus.num_tokens, generated_tokens=corpus.num_generated, **counts)
-        self._shown.pop("conversations tokenised", None)
+        self._shown.pop("lines tokenised", None)
         left_out = {"left out": found.left_out.total(), "truncated": found.truncated.total()}
         self._shown |= {name: f"{count}" for name, count in left_out.items() if count}
         self._say(f"corpus: {found.told()}")
@@ -184,6 +184,7 @@ class Progress:
     # --- events of an interleaved run's producer, from its thread ---
 
     def prompts(self, num_prompts: int, left_out: Mapping[str, int]) -> None:
+        self._shown.pop("lines tokenised", None)
         self._write("prompts", prompts=num_prompts, left_out=dict(left_out))
         but = "".join(f", {count} left out: {reason.replace('_', ' ')}" for reason, count in left_out.items())
         self._say(f"{num_prompts} prompts{but}")

@@ -113,6 +113,14 @@ def test_of_equal_ids_the_first_counts_across_files(tmp_path: Path) -> None:
     assert left_out == {"duplicate_id": 1}
 
 
+def test_long_reading_says_how_far_it_is(tmp_path: Path) -> None:
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"turns": ["Why?"]}) for _ in range(600)))
+    told: list[tuple[int, int]] = []
+    records = read("data.corpus", [tmp_path / "many.jsonl"], Counter(), lambda done, total: told.append((done, total)))
+    assert len(list(records)) == 600
+    assert told == [(256, 600), (512, 600)]
+
+
 def test_files_are_a_file_a_directory_or_a_pattern(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("{}")

@@ -66,7 +66,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, tiny: ResolvedModel) -> Desk:
+def desk(tmp_path: Path, tiny: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tiny.path.parent / "home"))
     return Desk(tmp_path, tiny)
 
 

@@ -88,7 +88,7 @@ def test_the_expectation_is_what_a_server_counts(state, drafter: Eagle3Model, pa
     rows, served = serve(state, drafter, params, 32)
     expected = evaluate(drafter, rows, D, TargetView(state.target.lm_head))
     there, here = SpeculationStats.total(served), total(expected)
-    assert there.num_accepted > 100
+    assert there.num_accepted > 60
     assert abs(deviations(served, expected)) < 4
     assert here.mean_acceptance_length == pytest.approx(there.mean_acceptance_length, abs=0.05)
     assert here.num_steps + here.num_accepted == pytest.approx(there.num_steps + there.num_accepted, rel=2e-3)  # the tokens

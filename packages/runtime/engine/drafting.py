@@ -21,6 +21,8 @@ from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer
 
 log = logging.getLogger(__name__)
 
+MAX_NODES = 63  # of a draft, where its drafter was told no number: with the pending token, as many rows as a bit mask holds
+
 
 class Drafting:
     def __init__(self, drafter: Drafter, pacer: Pacer, holdings: Holdings, vocab_size: int) -> None:
@@ -95,7 +97,10 @@ class Drafting:
             started = time.perf_counter()
             proposals = drafter.propose(requests)
             seconds = time.perf_counter() - started
-            drafts = [clip(draft, request.depth, self._vocab_size) for request, draft in zip(requests, proposals, strict=True)]
+            drafts = [
+                clip(draft, request.depth, self._vocab_size, request.num_nodes or MAX_NODES)
+                for request, draft in zip(requests, proposals, strict=True)
+            ]
         except Exception:  # a drafter may fail in any way; the output must not depend on it
             log.exception("Drafter %s failed; this step runs without its drafts.", version)
             self.num_failures += 1
@@ -149,9 +154,12 @@ def ask_for(work: Work) -> Ask:
     return Ask(work.drafter.version, limit, kind)
 
 
-def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
+def clip(draft: Draft, depth: int, vocab_size: int, max_nodes: int = MAX_NODES) -> Draft:
     """What the target can verify of a proposal: nodes down to `depth`, in the vocabulary and with their `probs`, whose parents
-    are such nodes too. ValueError if its ids are no ints, its parents make no tree or its confidences are none."""
+    are such nodes too; the first `max_nodes` of them.
+
+    ValueError if its ids are no ints, its parents make no tree or its confidences are none.
+    """
     if any(not isinstance(token_id, int) for token_id in draft.token_ids):
         raise ValueError(f"A draft has token ids {draft.token_ids}; each must be an int.")
     num_nodes = len(draft.token_ids) if draft.probs is None else min(len(draft.token_ids), len(draft.probs))
@@ -166,6 +174,7 @@ def clip(draft: Draft, depth: int, vocab_size: int) -> Draft:
         raise ValueError(f"A draft of {len(draft.token_ids)} nodes has confidences {confidences}; each needs one, 0 or more.")
     kept = {-1}
     for node, level in zip(range(num_nodes), draft.depths(), strict=False):
-        if level < depth and 0 <= draft.token_ids[node] < vocab_size and draft.lineage[node] in kept:
+        is_known = 0 <= draft.token_ids[node] < vocab_size and draft.lineage[node] in kept
+        if level < depth and is_known and len(kept) <= max_nodes:
             kept.add(node)
     return draft if len(kept) > len(draft.token_ids) else draft.only(sorted(kept - {-1}))

@@ -80,6 +80,8 @@ def test_a_draft_is_cut_to_what_can_be_verified() -> None:
     assert clip(tree, 9, 256) == Draft([1, 4, 5, 6], None, [-1, 0, 1, -1])
     assert clip(tree, 2, 256) == Draft([1, 4, 6], None, [-1, 0, -1])
     assert clip(tree, 0, 256) == Draft([], None, [])
+    assert clip(tree, 9, 256, 2) == Draft([1, 4], None, [-1, 0])
+    assert len(clip(Draft([1] * 100, None, [-1] * 100), 9, 256).token_ids) == 63
     for parents in ([-1, 1], [-2, 0], [-1], [0, -1]):
         with pytest.raises(ValueError, match="earlier node"):
             clip(Draft([1, 2], None, parents), 9, 256)
@@ -299,5 +301,50 @@ def test_sampled_tokens_follow_the_models_distribution(
     engine = make_engine(eagle(target, ids=FEW), max_draft_tokens=3, max_batch_sessions=16)
     p_value = chi_square_p_value(sampled_pairs(engine, params, 700), exact_pairs(target, prompt_of(1)))
     stats = engine.stats().speculation["eagle-0"]
+    assert 0 < stats.num_accepted < stats.num_drafted
+    assert (p_value < 1e-3) is is_broken
+
+
+Q = torch.tensor([[0.0, 0.0, 1.0, 2.0, 1.0, 6.0], [0.0, 0.0, 6.0, 2.0, 1.0, 1.0]])  # over FEW, by the last token
+
+
+def sampled_tree(is_broken: bool) -> ScriptedDrafter:
+    """Two children of the last token and two of the first of these, drawn without replacement from four tokens.
+
+    Broken: each claims to come from a flat distribution.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def script(history: Sequence[int], depth: int) -> Draft:
+        token_ids: list[int] = []
+        probs: list[SparseProbs] = []
+        parents = [-1, -1, 0, 0] if depth > 1 else [-1, -1]
+        for node, parent in enumerate(parents):
+            last = history[-1] if parent < 0 else token_ids[parent]
+            weights = Q[last // 4 % 2].clone()
+            drawn = [FEW.index(token_ids[other]) for other in range(node) if parents[other] == parent]
+            weights[drawn] = 0.0
+            token_ids.append(FEW[int(torch.multinomial(weights, 1, generator=generator))])
+            claimed = (weights > 0).float() if is_broken else weights
+            support = claimed.nonzero().squeeze(-1)
+            ids = torch.tensor(FEW)[support]
+            probs.append(SparseProbs(ids, claimed[support] / claimed.sum()))
+        return Draft(token_ids, probs, parents)
+
+    return ScriptedDrafter(script, "tree")
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_trees_sampled_from_few_tokens_leave_the_distribution_alone(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    seeds = itertools.count(10**6)
+    monkeypatch.setattr("runtime.engine.request.Uniforms", lambda seed: Uniforms(next(seeds)))
+    bias = {token_id: -100.0 for token_id in range(target.info.vocab_size) if token_id not in FEW}
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias)
+    speculation = SpeculationConfig(mode=SpeculationMode.FIXED, shape=TreeShape.TREE, max_draft_tokens=2)
+    engine = make_engine(sampled_tree(is_broken), speculation=speculation, max_batch_sessions=16)
+    p_value = chi_square_p_value(sampled_pairs(engine, params, 700), exact_pairs(target, prompt_of(1)))
+    stats = engine.stats().speculation["tree"]
     assert 0 < stats.num_accepted < stats.num_drafted
     assert (p_value < 1e-3) is is_broken

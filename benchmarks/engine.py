@@ -1,11 +1,13 @@
 """The engine's speed beside Hugging Face's, and whether every token is right: a table, and everything as JSON.
 
-Prompts come from JSONL files with `turns` or `conversations`; their `category` is the domain. Five sections:
+Prompts come from JSONL files with `turns` or `conversations`; their `category` is the domain. Six sections:
 
     single    one greedy request at a time: HF generate, (CUDA: HF with a static cache and a graph), ours plain, a fixed chain,
               adaptive. Every emitted token is held against the float32 model: within 1e-3 of the best logit in float32, 0.4 in
               bfloat16; where answers part, the place and both gaps are listed. A token further away makes the run fail, and so
               does plain decoding that says something else when asked again.
+    equality  the same answers alone and plain as in random batches and speculated for: where they part, the two tokens lie within
+              1e-3 of each other, and with --numerics invariant they part nowhere, or the run fails
     forward   v(m): what m new tokens in one forward of the target cost beside one
     batch     throughput of several sessions at once, plain and with the fixed chain
     never     adaptive depth beside every fixed one, 0 included, by domain and number of requests at once
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -48,8 +51,9 @@ from runtime.config import (
 )
 from runtime.errors import SlipstreamError
 from runtime.models import ResolvedModel, Tokenizer, resolve
+from runtime.threads import give_back_team
 
-SECTIONS = ("single", "forward", "batch", "never", "flat")
+SECTIONS = ("single", "equality", "forward", "batch", "never", "flat")
 LIMITS = {"float32": 1e-3, "bfloat16": 0.4}  # how far below the best float32 logit an emitted token may lie
 DEPTHS = (0, 1, 3, 5, 7)
 PLAIN, CHAIN = "ours, plain", "ours, chain of 5"
@@ -62,6 +66,8 @@ class Plan:
 
     per_domain: int = 10
     max_tokens: int = 128
+    equality_prompts: int = 100
+    equality_tokens: int = 48
     forward_sizes: tuple[int, ...] = (1, 2, 4, 6, 8, 16)
     forward_rounds: int = 30
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -83,6 +89,8 @@ class Plan:
 QUICK = Plan(
     per_domain=1,
     max_tokens=32,
+    equality_prompts=10,
+    equality_tokens=16,
     forward_sizes=(1, 4, 8),
     forward_rounds=5,
     batch_sizes=(1, 8),
@@ -106,6 +114,7 @@ class Bench:
         self._backend = BackendConfig(options.backend, options.threads, Numerics(options.numerics))
         self._drafter = DrafterConfig() if options.drafter is None else DrafterConfig(DrafterKind.EAGLE3, str(options.drafter))
         self._adaptive_depth: int = options.adaptive_depth
+        self._seed: int = options.seed
         self._engines: dict[SpeculationMode, Served] = {}
         self._stack = ExitStack()
         self.prompts, self.num_skipped = self._read(options.prompts, options.seed)
@@ -157,6 +166,19 @@ class Bench:
             "repeats": engine_sections.repeats(again, few, answers[PLAIN][: len(few)], plan.max_tokens),
         }
 
+    def equality(self) -> dict[str, Any]:
+        plan, info = self.plan, self.info
+        prompts = self.prompts
+        if len(prompts) > plan.equality_prompts:
+            prompts = random.Random(self._seed).sample(prompts, plan.equality_prompts)
+        engines = {
+            "chains of every depth": self.served(SpeculationMode.FIXED),
+            "adaptive": self.served(SpeculationMode.ADAPTIVE),
+        }
+        oracle = Oracle(read_plain(self._resolved, torch.float32, info.device))
+        limit = 0.0 if self._backend.numerics is Numerics.INVARIANT else LIMITS[info.dtype]
+        return engine_sections.equality(engines, prompts, plan.equality_tokens, self._seed, oracle, limit, say)
+
     def forward(self) -> dict[str, Any]:
         plan = self.plan
         target = self.served(SpeculationMode.FIXED).target
@@ -199,11 +221,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"engine: {error}", file=sys.stderr)
         return 1
     print(engine_tables.page(result))
-    single = result["sections"].get("single")
-    if single is None or (single["correctness"]["ok"] and single["repeats"]["ok"]):
-        return 0
-    print("engine: a token lies too far below the best logit, or an answer came out otherwise when asked again", file=sys.stderr)
-    return 1
+    single, equality = result["sections"].get("single"), result["sections"].get("equality")
+    if single is not None and not (single["correctness"]["ok"] and single["repeats"]["ok"]):
+        print(
+            "engine: a token lies too far below the best logit, or an answer came out otherwise when asked again", file=sys.stderr
+        )
+        return 1
+    if equality is not None and not equality["ok"]:
+        print("engine: an answer in a batch parts from the one alone where no near-tie excuses it", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
@@ -224,6 +251,7 @@ def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     }
     for section in options.sections:
         say(f"section {section}")
+        give_back_team()  # of this thread, which computed in the section before
         result["sections"][section] = getattr(bench, section)()
         if options.out is not None:
             options.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -232,7 +260,8 @@ def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     plan = QUICK if options.quick else Plan().on("cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda")
-    given = {name: value for name in ("per_domain", "max_tokens", "flat_requests", "rounds") if (value := getattr(options, name))}
+    names = ("per_domain", "max_tokens", "equality_prompts", "flat_requests", "rounds")
+    given = {name: value for name in names if (value := getattr(options, name))}
     return replace(plan, **given)
 
 
@@ -252,6 +281,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--numerics", choices=[one.value for one in Numerics], default=Numerics.DEFAULT.value)
     parser.add_argument("--threads", type=int, help="CPU threads of a forward; torch's own choice if left out")
     parser.add_argument("--per-domain", type=int, help="prompts of each category")
+    parser.add_argument("--prompts", type=int, dest="equality_prompts", help="of the section equality, drawn from all")
     parser.add_argument("--max-tokens", type=int, help="of an answer, in the section single")
     parser.add_argument("--rounds", type=int, help="of the sections batch and never")
     parser.add_argument("--flat-requests", type=int, help="of the section flat")

@@ -23,6 +23,7 @@ from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SessionsCo
 from runtime.engine.build import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.models import ResolvedModel, Tokenizer
+from runtime.threads import give_back_team
 from runtime.types import Done, Event, Failed, SamplingParams, SpeculationStats, Tokens
 
 PATIENCE_S = 600.0
@@ -86,6 +87,7 @@ class HfGenerate:
         answer = Answer(time.perf_counter())
         settings = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": self._eos, "pad_token_id": self._eos[0]}
         self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=_Clock(answer), **settings)
+        give_back_team()  # or the other arms would wait for their threads asleep
         return answer
 
 

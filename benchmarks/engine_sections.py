@@ -93,6 +93,7 @@ def correctness(
             "largest_gap": max(map(max, gaps)),
             "not_the_best": sum(gap > 0 for row in gaps for gap in row),
             "tokens": sum(map(len, gaps)),
+            "answers": len(mine),
         }
         for index, (answer, other) in enumerate(zip(mine, answers[reference], strict=True)):
             if answer.token_ids != other.token_ids:
@@ -106,6 +107,36 @@ def correctness(
                 found["partings"].append(parting | {which: max(rows[place : place + 1], default=None) for which, rows in both})
     found["ok"] = all(row["largest_gap"] <= limit for row in found["arms"].values())
     return found
+
+
+def equality(
+    engines: dict[str, Served], prompts: Sequence[Encoded], max_tokens: int, seed: int, oracle: Oracle, limit: float, say: Say
+) -> Row:
+    """Whether an answer is the same alone and plain as among others and speculated for.
+
+    The prompts are shuffled and cut into runs of random size, which each engine answers so many at a time and at a random
+    depth. Answers may part where both tokens lie within `limit` of the best logit in float32; with limit 0 nowhere.
+    """
+    rng = random.Random(seed)
+    first = next(iter(engines.values()))
+    alone = [first.run([prompt.token_ids], 1, max_tokens, speculate=False)[0] for prompt in prompts]
+    answers: dict[str, list[Answer]] = {"alone": alone}
+    for name, served in engines.items():
+        order = rng.sample(range(len(prompts)), len(prompts))
+        found: dict[int, Answer] = {}
+        while order:
+            size = rng.randint(1, 16)
+            chosen, order = order[:size], order[size:]
+            texts = [prompts[index].token_ids for index in chosen]
+            found |= zip(chosen, served.run(texts, len(texts), max_tokens, max_draft_tokens=rng.randint(1, 7)), strict=True)
+            say(f"equality {name}: {len(prompts) - len(order)}/{len(prompts)}")
+        answers[name] = [found[index] for index in range(len(prompts))]
+    page = correctness(answers, prompts, oracle, limit, "alone")
+    num_partings = {name: sum(one["arm"] == name for one in page["partings"]) for name in engines}
+    apart = [max(one["gap"] or 0.0, one["gap_of_reference"] or 0.0) for one in page["partings"]]  # below the best logit
+    page["equal"] = {name: len(prompts) - number for name, number in num_partings.items()}
+    page["ok"] = not apart if limit == 0 else max(apart, default=0.0) <= limit
+    return page
 
 
 def forward(target: Target, sizes: Sequence[int], context: int, rounds: int) -> Row:

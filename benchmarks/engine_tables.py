@@ -79,11 +79,24 @@ def correctness(section: Row) -> str:
         f"Each token against the float32 model; limit {section['limit']:g} below the best logit: {verdict}.",
         table(["arm", "tokens", "not the best", "largest gap"], rows),
     ]
-    if partings := section["partings"]:
-        rows = [[one["arm"], one["prompt"], one["token"], one["gap"], one["gap_of_reference"]] for one in partings[:MAX_PARTINGS]]
-        parts.append(f"{len(partings)} answers part from those of {section['reference']!r}:")
-        parts.append(table(["arm", "prompt", "token", "gap", f"gap of {section['reference']}"], rows))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _partings(section)]).rstrip()
+
+
+def equality(section: Row, plan: Row) -> str:
+    arms = section["arms"]
+    header = ["in random batches, speculated for", "answers", "equal to those alone and plain", "tokens"]
+    num_answers = arms["alone"]["answers"]
+    rows = [[name, num_answers, equal, arms[name]["tokens"]] for name, equal in section["equal"].items()]
+    rule = f"may part within {section['limit']:g} of the best logit" if section["limit"] else "may part nowhere"
+    return f"Answers {rule}: {'kept' if section['ok'] else 'NOT kept'}.\n\n{table(header, rows)}\n\n{_partings(section)}".rstrip()
+
+
+def _partings(section: Row) -> str:
+    if not (partings := section["partings"]):
+        return ""
+    rows = [[one["arm"], one["prompt"], one["token"], one["gap"], one["gap_of_reference"]] for one in partings[:MAX_PARTINGS]]
+    found = table(["arm", "prompt", "token", "gap", f"gap of {section['reference']}"], rows)
+    return f"{len(partings)} answers part from those of {section['reference']!r}:\n\n{found}"
 
 
 def forward(section: Row, plan: Row) -> str:
@@ -119,4 +132,4 @@ def flat(section: Row, plan: Row) -> str:
     )
 
 
-SECTIONS = {"single": single, "forward": forward, "batch": batch, "never": never, "flat": flat}
+SECTIONS = {"single": single, "equality": equality, "forward": forward, "batch": batch, "never": never, "flat": flat}

@@ -61,6 +61,8 @@ def test_all_sections_run_and_add_up(prompts: Path, tmp_path: Path, capsys: pyte
     assert [(cell["domain"], cell["concurrency"]) for cell in cells] == [("chat", 1), ("chat", 4), ("code", 1), ("code", 4)]
     assert set(cells[0]["tokens_per_s"]) == {"adaptive", *map(str, engine.DEPTHS)}
     assert sections["never"]["smallest_ratio"] == min(cell["ratio"] for cell in cells)
+    assert sections["equality"]["ok"]
+    assert sections["equality"]["equal"].keys() == {"chains of every depth", "adaptive"}
     assert sections["flat"]["requests"] == 40
     assert sections["flat"]["kv_bytes_before"] == sections["flat"]["kv_bytes_after"] == 0
 
@@ -101,6 +103,34 @@ def test_a_wrong_token_is_found() -> None:
     assert (parting["arm"], parting["token"], parting["gap_of_reference"]) == ("off at 6", 6, 0)
     assert parting["gap"] > 1e-3
     assert "NOT all within it" in engine_tables.correctness(found)
+
+
+class Recites:
+    """An engine whose answers depend on how many it gives at once."""
+
+    def __init__(self, alone: Sequence[int], among_others: Sequence[int]) -> None:
+        self._alone, self._among_others = list(alone), list(among_others)
+
+    def run(self, prompts: Sequence[Sequence[int]], concurrency: int, max_tokens: int, **fields: Any) -> list[Answer]:
+        is_alone = fields == {"speculate": False}
+        token_ids = self._alone if is_alone else self._among_others
+        assert concurrency == len(prompts)
+        assert is_alone or 1 <= fields["max_draft_tokens"] <= 7
+        return [Answer(0.0, token_ids[:max_tokens], [0.0] * max_tokens, 1.0) for _ in prompts]
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.0])
+def test_an_answer_that_a_batch_changes_is_found(limit: float) -> None:
+    model = read_plain(resolve("tiny"), torch.float32, "cpu")
+    prompts = [Encoded("chat", list(range(30, 50)))] * 3
+    right = HfGenerate(model, [257]).answer(prompts[0].token_ids, 8).token_ids
+    wrong = [*right[:6], (right[6] + 1) % 256, right[7]]
+    for batched, is_right in ((right, True), (wrong, False)):
+        engines: dict[str, Any] = {"chains": Recites(right, batched)}
+        found = engine_sections.equality(engines, prompts, 8, 0, Oracle(model), limit, say=lambda text: None)
+        assert found["ok"] == is_right
+        assert found["equal"] == {"chains": 3 if is_right else 0}
+        assert ("NOT kept" in engine_tables.equality(found, {})) != is_right
 
 
 def test_an_answer_counts_what_it_decoded_behind_the_first_step() -> None:

@@ -108,6 +108,7 @@ def test_a_row_is_leased_fetched_and_made_durable_once(plane: Plane) -> None:
     assert plane.ledger.consumption("run") == {"row0": 1, "row1": 1}
     assert client.target_fingerprint() == plane.running.parts.engine.info.fingerprint
     assert client.status() == {"pending": 1, "leased": 0, "durable": 2, "failed": 0, "heldout": 0}
+    assert client.watermarks() == plane.ledger.watermarks() is not None
 
 
 def test_what_a_client_says_becomes_a_row_that_a_trainer_gets(plane: Plane) -> None:
@@ -307,6 +308,28 @@ def test_a_lease_on_its_way_when_the_run_is_taken_over_takes_nothing(plane: Plan
     taking.join(SOON_S)
     assert taken_over.result(SOON_S) == 1
     assert plane.ledger.status()["leased"] == 0
+
+
+def test_processes_that_train_one_run_together_share_its_holder(plane: Plane) -> None:
+    for name in "abc":
+        plane.put(name)
+    first, second, stranger = plane.client(holder="ours"), plane.client(holder="ours"), plane.client()
+    first.recover("run")
+    second.recover("run/1")
+    assert (ids(first.lease("run", 1, 60.0)), ids(second.lease("run/1", 1, 60.0))) == (["a"], ["b"])
+    for call in (
+        lambda: stranger.recover("run/1"),
+        lambda: stranger.lease("run/1", 1, 60.0),
+        lambda: stranger.heartbeat("run", 60.0),
+    ):
+        with pytest.raises(RunTakenOver, match="'run' is held by another process"):
+            call()
+    assert second.heartbeat("run/1", 60.0) == 1
+    first.record_checkpoint("run", "step-1", 1, ["a", "b"])
+    assert plane.ledger.consumption("run") == {"a": 1, "b": 1}
+    assert stranger.recover("run") == 0
+    with pytest.raises(RunTakenOver):
+        second.lease("run/1", 1, 60.0)
 
 
 def test_an_ack_of_rows_that_ran_out_is_refused_whole(plane: Plane) -> None:

@@ -17,6 +17,7 @@ import torch
 from runtime.config import LONGEST_LEASE_S
 from runtime.errors import FeatureError, LeaseLost
 from runtime.features import Ledger, SampleRef
+from runtime.features.flow import Watermarks
 
 MakeRef = Callable[..., SampleRef]
 
@@ -201,6 +202,24 @@ def test_a_late_trainer_still_counts_until_its_rows_are_taken(ledger: Ledger, ma
         ledger.record_checkpoint("r", "c2", 2, ["b"])
 
 
+def test_a_checkpoint_of_a_run_holds_what_its_members_leased(ledger: Ledger, make_ref: MakeRef) -> None:
+    """Several processes train one run: each leases as a member of it, and what is recorded or recovered for it is for all."""
+    _commit(ledger, make_ref, "abcdef")
+    one, ten = member_of("r", 1), member_of("r", 10)
+    assert [run_of(name) for name in ("r", one, ten)] == ["r"] * 3
+    assert [_ids(ledger.lease(name, 1, 60.0)) for name in ("r", one, ten, "r-2")] == [["a"], ["b"], ["c"], ["d"]]
+    with pytest.raises(LeaseLost, match=r"\(d\)"):
+        ledger.record_checkpoint("r", "step-1", 1, ["a", "b", "d"])
+    ledger.record_checkpoint("r", "step-1", 1, ["a", "b"])
+    assert ledger.consumption("r") == {"a": 1, "b": 1}
+    assert _ids(ledger.durable("r", 9)) == ["b", "a"]
+    assert _ids(ledger.lease(one, 1, 60.0)) == ["e"]
+    assert ledger.recover(one) == 1
+    assert ledger.recover("r") == 1
+    assert _ids(ledger.leased("r-2")) == ["d"]
+    assert ledger.status() == {"pending": 3, "leased": 1, "durable": 2, "failed": 0, "heldout": 0}
+
+
 def test_recover_returns_what_no_checkpoint_holds_and_spares_attempts(ledger: Ledger, make_ref: MakeRef, clock: Clock) -> None:
     _commit(ledger, make_ref, "abc")
     for _ in range(10):  # more restarts than attempts
@@ -273,12 +292,17 @@ def test_a_ledger_of_an_older_layout_goes_on(tmp_path: Path, make_ref: MakeRef) 
             BEGIN UPDATE counts SET num_rows = num_rows {sign} 1 WHERE state = {row}.state; END"""
         )
     connection.execute("CREATE TRIGGER samples_moved AFTER UPDATE OF state ON samples BEGIN SELECT 1; END")
+    connection.execute("DROP TABLE watermarks")
     connection.execute("PRAGMA user_version=2")
     connection.close()
     ledger = Ledger(path)
     assert ledger.backlog() == (2, 200)
     _commit(ledger, make_ref, "d")
     assert (ledger.backlog(), ledger.status()["durable"]) == ((3, 300), 1)
+    assert ledger.watermarks() is None
+    for high in (5, 9):
+        ledger.set_watermarks(Watermarks(high, 4, 600, 500))
+    assert ledger.watermarks() == Watermarks(9, 4, 600, 500)
     ledger.close()
 
 

@@ -205,6 +205,22 @@ def steps(state_dir: Path, run: str) -> int:
     return metrics.read_text().count('"event": "step"') if metrics.exists() else 0
 
 
+def test_processes_of_one_run_take_the_rows_of_a_server_together(state, serve, nursery) -> None:
+    """Gradients are exchanged, so there is one checkpoint; the rows of all of them are in it, once."""
+    names = state.add(range(16))
+    server = serve("drafter=ngram")
+    quick = {"source": server.source, "data__batch_rows": 2, "data__passes": 2, "trainer__checkpoint_every_steps": 2}
+    config = elsewhere(state, **quick, trainer__idle_timeout_s=1.0)
+    nursery.start_ranks(config, config)
+    assert nursery.results() == [0, 0], nursery.said.read_text()
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+    assert state.ledger.status()["leased"] == 0
+    assert state.ledger.latest_checkpoint("default/1") is None
+    late = state.add(range(16, 20))
+    assert run(elsewhere(state, **quick, trainer__idle_timeout_s=1.0)) == 0
+    assert state.ledger.consumption("default") == dict.fromkeys(names + late, 1)
+
+
 def test_rows_of_one_of_two_trainers_that_is_killed_go_to_the_other(state, serve) -> None:
     """kill -9, and it never comes back: what it had made durable counts once, the rest is trained by the one that is left."""
     names = state.add(range(8))

@@ -18,6 +18,7 @@ from runtime.config import LONGEST_LEASE_S
 from runtime.errors import FeatureError, LeaseLost
 from runtime.features import Ledger, SampleRef
 from runtime.features.flow import Watermarks
+from runtime.features.ledger import member_of, run_of
 
 MakeRef = Callable[..., SampleRef]
 

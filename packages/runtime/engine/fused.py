@@ -171,6 +171,10 @@ class FusedSteps:
         self._is_alone = False  # nobody goes the general way in this step
         self.num_steps = 0  # so far
 
+    @property
+    def max_sessions(self) -> int:
+        return self._decoder.max_sequences
+
     def prepare(self) -> None:
         """Before the first step: have everything compiled and measured."""
         self._load()
@@ -186,11 +190,11 @@ class FusedSteps:
     # --- who runs here ---
 
     def split(self, works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-        """Those that run here, and those that go the general way."""
+        """Of at most `max_sessions` those that run here, and those that go the general way."""
         here: list[Work] = []
         rest: list[Work] = []
         for work in works:
-            if len(here) < self._decoder.max_sequences and self._takes(work):
+            if self._takes(work):
                 here.append(work)
             else:
                 rest.append(work)

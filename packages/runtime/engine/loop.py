@@ -40,7 +40,7 @@ class EngineLoop:
         self.lock = threading.Condition()  # over the store, its sessions and what is in here
         self._stepper = stepper
         self._store = store
-        self._max_batch_sessions = config.max_batch_sessions
+        self._max_batch_sessions = min(config.max_batch_sessions, stepper.max_sessions)
         self._running: dict[Session, Request] = {}  # taking part in steps, in order of arrival
         self._waiting: deque[Request] = deque()
         self._errands: deque[Callable[[], None]] = deque()

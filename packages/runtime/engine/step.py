@@ -12,6 +12,7 @@ yet takes part in one forward more, from which nothing is sampled; so between tu
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,11 @@ class Stepper:
         if isinstance(target, Fuses):
             self._fused = FusedSteps(target, self.drafting, speculation, sessions.max_batch_sessions)
             self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
+
+    @property
+    def max_sessions(self) -> int:
+        """Of a step: as many as the device takes whole steps of, since those beyond would hold all others up."""
+        return sys.maxsize if self._fused is None else self._fused.max_sessions
 
     def prepare(self) -> None:
         """Before the first step: measure what there is to measure, if anything depends on it."""

@@ -175,7 +175,7 @@ def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) 
 
 
 def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
-    """More sessions than a step takes, joining while others run: those that find no place go the general way meanwhile."""
+    """More sessions than a step takes, joining while others run: those that find no place wait."""
     prompts = [prompt_of(seed, 5 + 3 * seed) for seed in range(8)]
     listeners = [fused.begin(prompt) for prompt in prompts]
     for prompt, listener in zip(prompts, listeners, strict=True):

@@ -7,7 +7,7 @@ launched one by one. Either way it is the same kernels, so a row's result depend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,7 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 MAX_GRAPH_SEQUENCES = 64
 MAX_NODES = 64  # of a tree: one bit each
 MAX_GRAPH_ROWS = 512
+MAX_LONG_SEGMENTS, MAX_LONG_ROWS = 256, 32768  # of prompts at once; fewer segments than the block table has rows
 
 
 class Graphs:
@@ -102,11 +103,12 @@ class CudaTarget:
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         """See the protocol. ValueError, before anything changes, for a segment that makes no sense."""
-        if not segments:
-            return []
         check_batch(segments, self.length, self._info)
         if any(segment.parents is not None and len(segment.token_ids) > MAX_NODES for segment in segments):
             raise ValueError(f"A tree of more than {MAX_NODES} nodes cannot be verified at once; draft fewer.")
+        return [output for part in _parts(segments) for output in self._forward(part)]
+
+    def _forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         tables = [self.pool[segment.cache] for segment in segments]
         sizes = [len(segment.token_ids) for segment in segments]
         self.pool.reserve(tables, sizes)
@@ -244,6 +246,19 @@ def graph_shape(num_sequences: int, size: int) -> tuple[int, int] | None:
     """Sequences and rows of each that a graph is made for; None: too many for one."""
     num, rows = bucket(num_sequences), bucket(size)
     return (num, rows) if num <= MAX_GRAPH_SEQUENCES and num * rows <= MAX_GRAPH_ROWS and rows <= MAX_NODES else None
+
+
+def _parts(segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
+    """What is computed one after the other: of hundreds of prompts no more at once than there is room for between the kernels."""
+    first, num_rows = 0, 0
+    for index, segment in enumerate(segments):
+        size = len(segment.token_ids)
+        if index > first and (index - first == MAX_LONG_SEGMENTS or num_rows + size > MAX_LONG_ROWS):
+            yield segments[first:index]
+            first, num_rows = index, 0
+        num_rows += size
+    if segments:
+        yield segments[first:]
 
 
 def pack(

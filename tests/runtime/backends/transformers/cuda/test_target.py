@@ -185,3 +185,18 @@ def test_padded_rows_reach_nobody(device: torch.device):
         for cache, output in zip(live, outputs, strict=True):
             assert_close(output.logits, logits[5 * step : 5 * step + 5])
             target.commit(cache, range(5))
+
+
+def test_what_is_too_much_at_once_is_computed_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runtime.backends.transformers.cuda.target.MAX_LONG_ROWS", 12)
+    monkeypatch.setattr("runtime.backends.transformers.cuda.target.MAX_LONG_SEGMENTS", 3)
+    model = make_model("llama", device)
+    logits = model(torch.tensor([TEXT], device=device)).logits[0]
+    target = make_target(model, device)
+    sizes = [2, 2, 2, 2, 5, 4, 20, 1]
+    caches = [target.new_cache() for _ in sizes]
+    outputs = target.forward([Segment(cache, TEXT[:n], num_logits=n) for cache, n in zip(caches, sizes, strict=True)])
+    for output, n in zip(outputs, sizes, strict=True):
+        assert_close(output.logits, logits[:n])
+        assert len(output.hidden) == n
+    assert target.forward([]) == []

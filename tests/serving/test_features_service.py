@@ -278,6 +278,8 @@ def test_a_process_that_lost_its_run_to_a_newer_one_is_refused(plane: Plane) -> 
         with pytest.raises(RunTakenOver, match="'run' is held by another process"):
             call()
     assert ids(new.lease("run", 1, 60.0)) == ["a"]
+    assert old.recover("run") == 0, "at its end it does not take the run back"
+    assert new.heartbeat("run", 60.0) == 1
     assert plane.ledger.consumption("run") == {}
 
 
@@ -327,7 +329,7 @@ def test_processes_that_train_one_run_together_share_its_holder(plane: Plane) ->
     assert second.heartbeat("run/1", 60.0) == 1
     first.record_checkpoint("run", "step-1", 1, ["a", "b"])
     assert plane.ledger.consumption("run") == {"a": 1, "b": 1}
-    assert stranger.recover("run") == 0
+    assert plane.client().recover("run") == 0
     with pytest.raises(RunTakenOver):
         second.lease("run/1", 1, 60.0)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from runtime.errors import ConfigError, EngineUnavailable, FeatureError
+from runtime.errors import ConfigError, EngineUnavailable, FeatureError, RunTakenOver
 from runtime.features.ledger import Checkpoint
 from runtime.features.refs import SampleRef
 from runtime.features.row import FeatureRow
@@ -53,6 +53,7 @@ class FeatureClient(Client):
         self._is_unsure = False  # a lease's reply may have been lost
         self._is_answering = True  # the server, when it was last heard of
         self._is_given_up = False  # a call waited for it in vain: later ones try once
+        self._is_taken_over = False  # another process trains the run now
 
     def close(self) -> None:
         self._ahead.close()
@@ -61,6 +62,9 @@ class FeatureClient(Client):
     # --- Leases ---
 
     def recover(self, run_id: str) -> int:
+        """None from a process that lost its run before: what it leased is its successor's to give back."""
+        if self._is_taken_over:
+            return 0
         reply = self._call(self._stub.Recover, pb.RecoverRequest(run_id=run_id, holder=self._holder))
         self._held.clear()
         self._ahead.drop()
@@ -188,6 +192,9 @@ class FeatureClient(Client):
             raise ConfigError(f"The server at {address} has no training rows to give; start it with capture=all.") from error
         try:
             wait_s = attempts.wait_after(error)
+        except RunTakenOver:
+            self._is_taken_over = True
+            raise
         except EngineUnavailable:
             self._is_given_up = True
             raise

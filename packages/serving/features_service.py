@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -129,8 +130,11 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         async with self._answering(context, request):
-            counts, used = await self._ask(lambda: (self._ledger.status(), self._store.used_bytes()))
+            counts, used, marks = await self._ask(
+                lambda: (self._ledger.status(), self._store.used_bytes(), self._ledger.watermarks())
+            )
             return pb.StatusResponse(
+                watermarks=None if marks is None else pb.StatusResponse.Watermarks(**asdict(marks)),
                 num_rows=counts,
                 used_bytes=used,
                 budget_bytes=self._store.budget_bytes,

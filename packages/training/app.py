@@ -182,6 +182,7 @@ def _over_corpus(shop: Workshop, given: str) -> None:
 
 def _online(shop: Workshop, store: LiveRows, ledger: Leases) -> OnlineStream:
     trainer, world = shop.config.trainer, shop.world
+    shop.check_watermarks(ledger.watermarks())
     with world.first_in_turn():  # which gives back what the run, and all who trained it, leased before
         return OnlineStream(
             store,

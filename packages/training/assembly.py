@@ -15,7 +15,7 @@ import torch
 
 from runtime.config import require
 from runtime.errors import ConfigError
-from runtime.features.flow import Quantum
+from runtime.features.flow import Quantum, Watermarks
 from runtime.features.leases import Leases, Rows
 from runtime.models import ResolvedModel, absolute, resolve
 from runtime.registry import Registry
@@ -72,6 +72,16 @@ class Workshop:
                 f"A step of {self.world.size} processes, {num_batches} batches each (trainer.accumulation) of up to "
                 f"{data.max_batch_tokens} tokens (data.max_batch_tokens), takes {needed >> 20} MiB of rows, and their store has "
                 f"{budget_bytes >> 20} MiB; raise features.budget_mib, or lower one of these."
+            )
+
+    def check_watermarks(self, marks: Watermarks | None) -> None:
+        """ConfigError if the tap of a server lets fewer rows wait than one step takes: no step would ever be full."""
+        num_rows = Quantum.of_step(self.world.size, self.config.data.batch_rows, self.config.trainer.accumulation, 0).num_rows
+        if marks is not None and marks.low_rows < num_rows:
+            raise ConfigError(
+                f"A step takes {num_rows} rows ({self.world.size} processes times data.batch_rows times trainer.accumulation), "
+                f"and the server lets {marks.low_rows} wait before it captures more; start it with capture.low_rows={num_rows} "
+                "or more, or lower one of these."
             )
 
 

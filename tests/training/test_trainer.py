@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime.errors import ConfigError, SlipstreamError
+from runtime.features.flow import Watermarks
 from runtime.features.refs import SampleMeta
 from training.app import run
 from training.config import Mode, TrainingConfig
@@ -203,6 +204,18 @@ def test_a_place_that_cannot_be_written_is_one_sentence_and_costs_no_row(state, 
     with pytest.raises(SlipstreamError, match=r"state_dir .* cannot be used .*; give a directory that can be written"):
         run(config)
     assert state.ledger.status()["pending"] == len(names)
+
+
+def test_a_server_that_lets_fewer_rows_wait_than_a_step_takes_is_refused_at_start(state) -> None:
+    names = state.add(range(3))
+    state.ledger.set_watermarks(Watermarks(high_rows=16, low_rows=7, high_bytes=1 << 30, low_bytes=1 << 20))
+    settings = {"data__batch_rows": 4, "trainer__accumulation": 2, "trainer__idle_timeout_s": 0.5}
+    with pytest.raises(ConfigError, match=r"A step takes 8 rows .* lets 7 wait.*capture\.low_rows=8"):
+        run(state.config(**settings))
+    assert state.ledger.status()["pending"] == 3, "nothing was leased"
+    state.ledger.set_watermarks(Watermarks(high_rows=16, low_rows=8, high_bytes=1 << 30, low_bytes=1 << 20))
+    assert run(state.config(**settings)) == 0
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
 
 
 def test_a_draft_vocabulary_beyond_the_targets_is_refused(state) -> None:

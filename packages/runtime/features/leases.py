@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from runtime.features.flow import Watermarks
 from runtime.features.ledger import Checkpoint
 from runtime.features.refs import SampleRef
 from runtime.features.row import FeatureRow
@@ -41,6 +42,8 @@ class Leases(Protocol):
     def heldout(self, limit: int = -1) -> list[SampleRef]: ...
 
     def status(self) -> dict[str, int]: ...
+
+    def watermarks(self) -> Watermarks | None: ...
 
 
 class Rows(Protocol):

@@ -13,6 +13,7 @@ store is, the ledger knows as the question `exists(ref)`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import sys
@@ -25,6 +26,7 @@ from typing import Literal
 from runtime.config import LONGEST_LEASE_S
 from runtime.errors import LeaseLost
 from runtime.features.database import Database
+from runtime.features.flow import Watermarks
 from runtime.features.refs import SampleRef, refuse_tensors
 from runtime.features.samples import IDS, SCHEMA, UPGRADES, VERSION, SampleState, entomb, give_up, insert
 
@@ -266,6 +268,17 @@ class Ledger:
         sql = "SELECT sum(num_rows), sum(num_bytes) FROM counts WHERE state IN ('pending', 'leased')"
         [(num_rows, num_bytes)] = self._database.read(sql)
         return num_rows, num_bytes
+
+    def set_watermarks(self, marks: Watermarks) -> None:
+        """Between which the tap that fills this ledger sheds."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM watermarks")
+            connection.execute("INSERT INTO watermarks VALUES (?, ?, ?, ?)", dataclasses.astuple(marks))
+
+    def watermarks(self) -> Watermarks | None:
+        """None: no tap has filled it yet."""
+        found = self._database.read("SELECT high_rows, low_rows, high_bytes, low_bytes FROM watermarks")
+        return Watermarks(*found[0]) if found else None
 
     def failures(self) -> dict[str, str]:
         """Why each failed row failed, by sample id."""

@@ -22,7 +22,7 @@ class SampleState(StrEnum):
     HELDOUT = "heldout"
 
 
-VERSION = 3
+VERSION = 4
 _COUNT = """UPDATE counts SET num_rows = num_rows {0} 1, num_bytes = num_bytes {0} {1}.num_bytes * {1}.has_features
     WHERE state = {1}.state"""
 _TRIGGERS = (
@@ -32,6 +32,8 @@ _TRIGGERS = (
         WHEN NEW.state <> OLD.state OR NEW.num_bytes <> OLD.num_bytes OR NEW.has_features <> OLD.has_features
         BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
 )
+_WATERMARKS = """CREATE TABLE watermarks(
+    high_rows INTEGER NOT NULL, low_rows INTEGER NOT NULL, high_bytes INTEGER NOT NULL, low_bytes INTEGER NOT NULL)"""
 SCHEMA = (
     """CREATE TABLE samples(
         position INTEGER PRIMARY KEY AUTOINCREMENT, sample_id TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL,
@@ -54,15 +56,18 @@ SCHEMA = (
     "CREATE INDEX checkpoints_by_run ON checkpoints(run_id, checkpoint_id)",
     "CREATE TABLE consumption(sample_id TEXT NOT NULL, checkpoint_id INTEGER NOT NULL, run_id TEXT NOT NULL)",
     "CREATE INDEX consumption_by_run ON consumption(run_id, sample_id)",
+    _WATERMARKS,
 )
 UPGRADES = {
+    3: (_WATERMARKS,),
     2: (  # counted no bytes
         "ALTER TABLE counts ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0",
         *(f"DROP TRIGGER {name}" for name in ("samples_in", "samples_out", "samples_moved")),
         """UPDATE counts SET num_bytes =
             (SELECT coalesce(sum(num_bytes), 0) FROM samples WHERE samples.state = counts.state AND has_features)""",
         *_TRIGGERS,
-    )
+        _WATERMARKS,
+    ),
 }
 IDS = "(SELECT value FROM json_each(?))"
 

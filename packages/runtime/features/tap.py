@@ -139,7 +139,9 @@ class FeatureTap:
         self._decode = decode
         queue_max_rows = config.queue_max_rows
         self._queue_gate = Gate(Watermarks(queue_max_rows, queue_max_rows // 2, queue_max_bytes, queue_max_bytes // 2))
-        self._backlog_gate = Gate(_watermarks(config, store.budget_bytes))  # the writer's alone
+        marks = _watermarks(config, store.budget_bytes)
+        ledger.set_watermarks(marks)
+        self._backlog_gate = Gate(marks)  # the writer's alone
         self._wake = threading.Condition()
         self._queue: deque[CapturedTurn] = deque()
         self._queued_bytes = 0

@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 
 from runtime.errors import ConfigError, EngineUnavailable, FeatureError, RunTakenOver
+from runtime.features.flow import Watermarks
 from runtime.features.ledger import Checkpoint
 from runtime.features.refs import SampleRef
 from runtime.features.row import FeatureRow
@@ -146,6 +147,13 @@ class FeatureClient(Client):
     def budget_bytes(self) -> int:
         """Of the server's store of rows."""
         return int(self._call(self._stub.Status, pb.StatusRequest()).budget_bytes)
+
+    def watermarks(self) -> Watermarks | None:
+        status = self._call(self._stub.Status, pb.StatusRequest())
+        if not status.HasField("watermarks"):
+            return None
+        marks = status.watermarks
+        return Watermarks(marks.high_rows, marks.low_rows, marks.high_bytes, marks.low_bytes)
 
     def free_bytes(self) -> int:
         """What is left of it."""

@@ -324,8 +324,8 @@ def test_a_failing_disk_is_counted_and_survived(
 
 def test_a_ledger_that_fails_leaves_no_orphan(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:
     store, ledger = plane
-    ledger.close()
     with tapping(plane, target_info) as tap:
+        ledger.close()
         tap.offer(make_turn("a"))
     assert nonzero(tap) == {"offered": 1, "failed_io": 1}
     assert store.used_bytes() == 0

@@ -244,7 +244,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("num_rows", "used_bytes", "budget_bytes", "target_fingerprint")
+    __slots__ = ("num_rows", "used_bytes", "budget_bytes", "target_fingerprint", "watermarks")
     class NumRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -252,12 +252,25 @@ class StatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class Watermarks(_message.Message):
+        __slots__ = ("high_rows", "low_rows", "high_bytes", "low_bytes")
+        HIGH_ROWS_FIELD_NUMBER: _ClassVar[int]
+        LOW_ROWS_FIELD_NUMBER: _ClassVar[int]
+        HIGH_BYTES_FIELD_NUMBER: _ClassVar[int]
+        LOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+        high_rows: int
+        low_rows: int
+        high_bytes: int
+        low_bytes: int
+        def __init__(self, high_rows: _Optional[int] = ..., low_rows: _Optional[int] = ..., high_bytes: _Optional[int] = ..., low_bytes: _Optional[int] = ...) -> None: ...
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WATERMARKS_FIELD_NUMBER: _ClassVar[int]
     num_rows: _containers.ScalarMap[str, int]
     used_bytes: int
     budget_bytes: int
     target_fingerprint: str
-    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., target_fingerprint: _Optional[str] = ...) -> None: ...
+    watermarks: StatusResponse.Watermarks
+    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., watermarks: _Optional[_Union[StatusResponse.Watermarks, _Mapping]] = ...) -> None: ...

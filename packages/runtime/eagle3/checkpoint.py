@@ -43,6 +43,10 @@ WEIGHTS_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 _WEIGHT_TYPES = ("F32", "F16", "BF16")
 _TABLE_TYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
+_OTHER_NAMES = {
+    "draft_id_to_target_id": "d2t",  # as vLLM holds it
+    **{f"aux_norm_{third}.weight": f"fc_norm.{i}.weight" for i, third in enumerate(("low", "mid", "high"))},  # SGLang, once
+}
 _OPTIONAL = ("t2d", EMBEDDING)
 
 
@@ -184,8 +188,8 @@ def _expected_shapes(config: Eagle3Config) -> dict[str, list[int]]:
 
 def _our_name(name: str) -> str:
     name = name.removeprefix("model.")
-    if name == "draft_id_to_target_id":  # as vLLM holds it
-        return "d2t"
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 

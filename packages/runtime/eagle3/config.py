@@ -141,7 +141,7 @@ class Eagle3Config:
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             rope_parameters=rope,
             aux_layer_ids=_read_layer_ids(raw),
-            fc_norm=_flag(raw, "fc_norm", False),
+            fc_norm=_flag(raw, "fc_norm", _flag(raw, "use_aux_norm", False)),  # SGLang knows both names
             norm_before_residual=_flag(raw, "norm_before_residual", layer is nested),
             norm_output=_flag(raw, "norm_output", False),
             bos_token_id=layer.get("bos_token_id"),

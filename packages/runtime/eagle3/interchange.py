@@ -7,8 +7,9 @@
     speculators  layers.0.*       entrances on top                                nested, with speculators_config
 
 An output is the id of the layer whose output is read, an entrance the id of the layer that it enters: output + 1. All four
-hold d2t and t2d under these names (vLLM renames d2t to its own draft_id_to_target_id while it loads). Tensors are moved as
-they are, never cast. Knows no registry and no target's weights.
+hold d2t and t2d under these names (vLLM renames d2t to its own draft_id_to_target_id while it loads). norm_output is what SGLang,
+vLLM and speculators mean by it, the state that is handed on; SpecForge's class has another setting of that name. Tensors are
+moved as they are, never cast. Knows no registry and no target's weights.
 """
 
 from __future__ import annotations
@@ -108,7 +109,13 @@ def config_json(config: Eagle3Config, dialect: Dialect, verifier: Verifier) -> d
 
 
 def write_as(directory: Path, drafter: Offered, dialect: Dialect, verifier: Verifier) -> None:
-    """Write a drafter into `directory` as the dialect spells it."""
+    """Write a drafter into `directory` as the dialect spells it; DrafterRejected(CONFIG) if its engine has no such network."""
+    if dialect is Dialect.SGLANG and drafter.config.norm_before_residual:
+        raise rejected(
+            RejectReason.CONFIG,
+            "The drafter's config has norm_before_residual = True, which SGLang passes over, and would draft nonsense; export it "
+            "for vllm or speculators.",
+        )
     is_full = drafter.config.draft_vocab_size == drafter.config.vocab_size
     left_out = ("d2t", "t2d") if dialect is Dialect.SPECULATORS and is_full else ()  # its model has no such buffers then
     tensors = {tensor_name(name, dialect): tensor for name, tensor in drafter.tensors.items() if name not in left_out}

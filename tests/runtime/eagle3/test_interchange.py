@@ -35,7 +35,7 @@ LLAMA3 = {
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"aux_layer_ids": (1, 5, 8)},
-    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
     {"draft_vocab_size": 50, "rope_parameters": LLAMA3, "eos_token_id": [4, 7], "pad_token_id": None},
 ]
 
@@ -67,6 +67,19 @@ def test_through_every_pair_of_dialects_nothing_changes(
     assert same(twice, ours)
     write_as(tmp_path / "back", twice, Dialect.SLIPSTREAM, VERIFIER)
     assert version_id(tmp_path / "back") == version_id(tmp_path / "ours"), "the same bytes, so the same version"
+
+
+def test_what_an_engine_cannot_run_is_not_written_for_it(
+    offered: Callable[..., tuple[Offered, Eagle3Model]], tmp_path: Path
+) -> None:
+    ours, model = offered(norm_before_residual=True)
+    with pytest.raises(DrafterRejected, match="norm_before_residual") as caught:
+        write_as(tmp_path / "theirs", ours, Dialect.SGLANG, VERIFIER)
+    assert caught.value.reason == "CONFIG"
+    assert not (tmp_path / "theirs").exists()
+    for dialect in (Dialect.VLLM, Dialect.SPECULATORS):
+        write_as(tmp_path / dialect, ours, dialect, VERIFIER)
+        assert same(read_offered(tmp_path / dialect, model.embedding, VERIFIER), ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -150,6 +163,17 @@ def test_vllms_own_name_of_the_vocabulary_is_known(offered: Callable[..., tuple[
     ours, model = offered()
     write_as(tmp_path / "theirs", ours, Dialect.VLLM, VERIFIER)
     edit_tensors(tmp_path / "theirs", lambda t: t.update({"draft_id_to_target_id": t.pop("d2t")}))
+    assert same(read_offered(tmp_path / "theirs", model.embedding, VERIFIER), ours)
+
+
+def test_sglangs_earlier_names_of_the_norms_are_known(
+    offered: Callable[..., tuple[Offered, Eagle3Model]], tmp_path: Path
+) -> None:
+    ours, model = offered(fc_norm=True)
+    write_as(tmp_path / "theirs", ours, Dialect.SGLANG, VERIFIER)
+    names = {f"fc_norm.{i}.weight": f"aux_norm_{third}.weight" for i, third in enumerate(("low", "mid", "high"))}
+    edit_tensors(tmp_path / "theirs", lambda t: [t.update({theirs: t.pop(ours)}) for ours, theirs in names.items()])
+    edit_config(tmp_path / "theirs", fc_norm=None, use_aux_norm=True)
     assert same(read_offered(tmp_path / "theirs", model.embedding, VERIFIER), ours)
 
 

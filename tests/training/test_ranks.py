@@ -91,9 +91,11 @@ def test_the_number_of_processes_may_change_from_run_to_run(state, nursery) -> N
     assert state.events("step")[-1]["rows_admitted"] == len(names)
 
 
-def test_a_process_without_rows_takes_part_all_the_same(state, nursery) -> None:
+@BOTH
+def test_a_process_without_rows_takes_part_all_the_same(state, nursery, parallel: Parallel) -> None:
     names = state.add(range(3), num_generated=40)
-    config = state.config(trainer__idle_timeout_s=0.5, data__batch_rows=2, data__passes=1)
+    settings = {"trainer__parallel": parallel, "data__batch_rows": 2, "data__passes": 1}
+    config = state.config(**settings, trainer__idle_timeout_s=0.5)
     nursery.start_ranks(config, config, config)
     assert nursery.results() == [0, 0, 0], nursery.said.read_text()
     assert state.ledger.consumption("default") == dict.fromkeys(names, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from runtime.errors import ConfigError
 from training.config import Parallel
 from training.learning.distributed import ALONE, joined
+from training.learning.learner import Learner
+from training.learning.start import from_scratch
 
 RANK = """
 import datetime, os
@@ -133,6 +136,20 @@ def test_the_same_on_two_gpus(nursery, parallel: Parallel) -> None:
     code = everywhere(SPREAD, parallel, "cuda")
     nursery.start_ranks(code, code)
     assert nursery.results() == [0, 0], nursery.said.read_text()
+
+
+@pytest.mark.parametrize("held", ["rows", "rows of one depth", "rows of which nothing carries loss", "nothing"])
+def test_every_parameter_has_a_gradient_whatever_a_rank_holds(state, held: str) -> None:
+    """Or else ranks would exchange gradients of different parameters, and wait for each other."""
+    learner = from_scratch(state.target, state.config().trainer, state.rows(range(4)))
+    assert isinstance(learner, Learner)
+    taught = learner._pack(state.rows(range(2), num_generated=2 if held == "rows of one depth" else 14))
+    if held == "rows of which nothing carries loss":
+        taught = dataclasses.replace(taught, carries=torch.zeros_like(taught.carries))
+    learner._backward(None if held == "nothing" else taught, torch.ones(5), is_last=True)
+    assert [name for name, each in learner._model.named_parameters() if each.grad is None] == []
+    moved = [name for name, each in learner._model.named_parameters() if each.grad is not None and each.grad.any()]
+    assert bool(moved) == (held in ("rows", "rows of one depth"))
 
 
 def test_a_rank_that_is_gone_is_told_with_its_reason(nursery) -> None:

@@ -110,7 +110,7 @@ def evaluate(model: Eagle3Model, rows: Sequence[TrainingRow], num_draft_tokens: 
     counts: list[Counts] = []
     for group in group_by_tokens(rows, MAX_BATCH_TOKENS):
         batch = pack(group, num_draft_tokens, device)
-        chances = accept_chances(model, batch, *_as_sampled(group, num_draft_tokens, target, device)).tolist()
+        chances = accept_chances(model, group, batch, target).tolist()
         depths = batch.depths.tolist()
         for start, stop in pairwise(batch.query_offsets):
             counts.append(walk(chances[start:stop], depths[start:stop], num_draft_tokens))
@@ -136,11 +136,10 @@ def evaluate_ngram(rows: Sequence[TrainingRow], num_draft_tokens: int) -> list[C
     return counts
 
 
-def accept_chances(model: Eagle3Model, batch: Batch, temperatures: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """float64 [P, D]: a_k of the chain that starts at each supervised position; 0 where it does not get so far.
-
-    temperatures: float32 [P], 0 where drafts are certain. target_probs: float32 [P, D], p(x[p+2+k]) where they are not.
-    """
+def accept_chances(model: Eagle3Model, rows: Sequence[TrainingRow], batch: Batch, target: TargetView) -> torch.Tensor:
+    """float64 [P, D]: a_k of the chain that starts at each supervised position of a batch of these rows; 0 where it does not
+    get so far."""
+    temperatures, target_probs = _as_sampled(rows, batch.chain_ids.shape[1], target, batch.aux.device)
     chain = Unroll(model, batch)
     num_depths = batch.chain_ids.shape[1]
     chances = torch.zeros(batch.num_supervised, num_depths, dtype=torch.float64, device=batch.aux.device)
@@ -183,7 +182,8 @@ def _blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _as_sampled(
     rows: Sequence[TrainingRow], num_depths: int, target: TargetView, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(temperatures [P], target_probs [P, D]) of the supervised positions of rows, as `accept_chances` takes them."""
+    """Of the supervised positions of rows: temperatures float32 [P], 0 where drafts are certain; and p(x[p+2+k]) float32 [P, D]
+    where they are not."""
     temperatures, probs = [], []
     for row in rows:
         at, _ = supervised(row.features.generated)

@@ -120,7 +120,7 @@ class FusedDecoder:
         False: some had to be brought up first, or a graph captured.
 
         histories[i] are all its tokens, the pending one last, which is the only one without K/V, and sampled[i] says where a
-        sampled request stands; nobody looks at those of a sequence that `can_continue`. At most `max_sequences`, chains of at
+        sampled request stands; nobody looks at those of a request that `can_continue`. At most `max_sequences`, chains of at
         most `depth_of` them, and none may come closer than so many tokens to the model's last position.
         """
         assert num_steps == 1 or not depth, "only plain steps come in a row"
@@ -135,7 +135,7 @@ class FusedDecoder:
         behind = [
             (table, sequence, history, one)
             for table, sequence, history, one in zip(tables, sequences, histories, sampled, strict=True)
-            if not self._is_ready(table, sequence, depth)
+            if not (self._is_ready(table, sequence, depth) and _is_same_request(sequence.sampled, one))
         ]
         if behind:
             self._bring_up(behind, depth)
@@ -285,6 +285,11 @@ class FusedDecoder:
             return self._host_result[:num_steps, : 2 * num].view(num_steps, num, 2)[:, :num_rows, 1].t().tolist()
         size = num * (depth + 2)
         return [row[1 : 1 + row[0]] for row in self._host_result[0, :size].view(num, depth + 2)[:num_rows].tolist()]
+
+
+def _is_same_request(one: Sampled | None, other: Sampled | None) -> bool:
+    """Each request has a stream of numbers of its own; greedy ones do not differ."""
+    return one is other or (one is not None and other is not None and one.uniforms is other.uniforms)
 
 
 def _rows_of(table: Table, history: Sequence[int], first: int, end: int) -> np.ndarray:

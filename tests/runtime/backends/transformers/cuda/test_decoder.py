@@ -148,6 +148,33 @@ def test_sampled_sequences_say_what_the_general_way_says(device: torch.device):
     assert num_accepted > 0
 
 
+def test_the_next_request_of_a_sequence_brings_its_own_parameters(device: torch.device):
+    """Also where the device still has the sequence as it is."""
+    _, target = make_target(device)
+    decoder = target.new_decoder(max_depth=0, max_sequences=1)
+    [cache], [history] = prefilled(target, [PROMPTS[1]])
+    found = []
+    for number, params in enumerate([SamplingParams(temperature=0.0), SamplingParams(temperature=2.0), SamplingParams(top_k=1)]):
+        sampled = None if params.is_greedy else Sampled(params, Uniforms(number), 0)
+        decoder.launch([cache], [history], [sampled], 0)
+        [new], _ = decoder.collect([True])
+        found.append(new)
+        target.truncate(cache, len(history) - 1)
+        decoder._sequences[target.pool[cache]].length = len(history) - 1  # as if nothing had come of the step
+        decoder._step.state[target.pool[cache].row, 0] -= 1
+        decoder._step.state[target.pool[cache].row, 5] = history[-1]
+    verdict = verify(logits_behind(target, history), Draft([]), Processor(SamplingParams(temperature=2.0), history, VOCAB),
+                     Uniforms(1).at(0, 1)[:, 1])  # fmt: skip
+    assert found == [found[2], verdict.token_ids, found[0]]
+
+
+def logits_behind(target: Any, history: list[int]) -> torch.Tensor:
+    cache = target.new_cache()
+    [output] = target.forward([Segment(cache, history)])
+    target.drop(cache)
+    return output.logits.cpu()
+
+
 def test_several_plain_steps_in_a_row(device: torch.device):
     model, target = make_target(device)
     expected = [greedy(model, prompt, device) for prompt in PROMPTS]

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.logging import RichHandler
 from safetensors import SafetensorError
 
-from runtime.backends.transformers.packed import load_packed
 from runtime.config import StoreKind, require
 from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
@@ -34,17 +34,12 @@ from runtime.features.store import FeatureStore
 from runtime.files import TEMPORARY_PREFIX
 from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
-from training.capture.run import capture
 from training.config import Mode, TrainingConfig
 from training.data.conversations import files_of
 from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
-from training.data.prefill import CorpusLedger, HeldoutRows, Prefill
 from training.data.stream import OnlineStream
-from training.data.token_stream import TokenStream
-from training.interchange.commands import export_drafter, import_drafter
 from training.interleaved.loop import build_online_eagle3_runtime
-from training.judging.evaluation import evaluate_drafter
 from training.learning.distributed import World, joined
 from training.reporting import origins, plot
 from training.reporting.metrics import TrainMetrics
@@ -58,13 +53,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Command = Callable[[TrainingConfig, Path, Console, threading.Event], int]
 """(settings, state directory, where to show progress, asks for an early end) -> exit status."""
 
-COMMANDS: Mapping[Mode, Command] = {
-    Mode.CAPTURE: capture,
-    Mode.EVALUATE: evaluate_drafter,
-    Mode.EXPORT: export_drafter,
-    Mode.IMPORT: import_drafter,
+COMMANDS: Mapping[Mode, str] = {
+    Mode.CAPTURE: "training.capture.run:capture",
+    Mode.EVALUATE: "training.judging.evaluation:evaluate_drafter",
+    Mode.EXPORT: "training.interchange.commands:export_drafter",
+    Mode.IMPORT: "training.interchange.commands:import_drafter",
 }
-"""Modes that are no training runs: no run directory, lock or checkpoint is made for them here."""
+"""Modes that are no training runs, by module and Command: no run directory, lock or checkpoint is made for them here. They are
+imported when asked for: a trainer that starts again after its death does not wait for what it never uses."""
 
 
 def run(config: TrainingConfig, stop: threading.Event | None = None) -> int:
@@ -92,7 +88,9 @@ def _command(config: TrainingConfig, state_dir: Path, console: Console, stop: th
     there = ", ".join(mode.value for mode in Mode if mode.is_training or mode in COMMANDS)
     require(config.mode in COMMANDS, "mode", config.mode.value, f"one of {there}")
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
-    return COMMANDS[config.mode](config, state_dir, console, stop)
+    module, _, name = COMMANDS[config.mode].partition(":")
+    command: Command = getattr(import_module(module), name)
+    return command(config, state_dir, console, stop)
 
 
 def _run(config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> int:
@@ -159,6 +157,10 @@ def train(shop: Workshop) -> None:
 
 def _over_corpus(shop: Workshop, given: str) -> None:
     """Epochs over token rows, whose states the target computes here as they are needed."""
+    from runtime.backends.transformers.packed import load_packed  # here, for the same reason
+    from training.data.prefill import CorpusLedger, HeldoutRows, Prefill
+    from training.data.token_stream import TokenStream
+
     config, name, world = shop.config, shop.config.trainer.name, shop.world
     _tell(shop, given)
     tokenizer, cache = Tokenizer.load(shop.resolved.path), shop.state_dir / "cache" / "tokens"

@@ -1,15 +1,20 @@
-"""A run as a program: what it leaves when it ends, and when it breaks off."""
+"""A run as a program: what it leaves when it ends, and when it breaks off; what it takes to get to work."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from runtime.errors import ModelError
-from training.app import run
+from training.app import COMMANDS, run
 from training.config import Mode
 from training.reporting.config import TrackerKind
+
+HEAVY = "{'transformers', 'tensorboard', 'mlflow', 'wandb', 'matplotlib'}"
 
 
 def test_a_run_that_breaks_off_leaves_its_picture(state: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +35,14 @@ def test_figures_go_to_tensorboard_unless_told_otherwise(state: Any) -> None:
     state.add(range(8))
     assert run(state.config(mode=Mode.OFFLINE, trainer__max_steps=2)) == 0
     assert list((state.root / "training" / "default" / "tensorboard").glob("events.*"))
+
+
+def test_a_trainer_that_starts_again_waits_for_nothing_it_does_not_use() -> None:
+    code = f"import sys; import training.app; print(sorted({HEAVY} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("mode", [mode for mode in Mode if not mode.is_training])
+def test_every_mode_that_is_no_training_run_has_a_command(mode: Mode) -> None:
+    module, _, name = COMMANDS[mode].partition(":")
+    assert callable(getattr(import_module(module), name))

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "tracker.json"  # by which a tracker knows a run again
 QUEUE_SIZE = 4096  # figures of so many events may wait
 _PACKAGES = {TrackerKind.TENSORBOARD: "tensorboard", TrackerKind.WANDB: "wandb", TrackerKind.MLFLOW: "mlflow"}
+
+_NOT_MLFLOW = re.compile(r"[^\w\-. :/]")
 
 Figures = Mapping[str, float]
 
@@ -104,7 +107,8 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now_ms, step) for name, value in figures.items()])
+        names = {name: _NOT_MLFLOW.sub("_", name) for name in figures}  # slices of the traffic are named by others
+        self._client.log_batch(self._id, metrics=[Metric(names[name], figures[name], now_ms, step) for name in figures])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -60,6 +60,11 @@ def test_mlflow_without_a_server(tmp_path: Path) -> None:
     history = client.get_metric_history(again.info.run_id, "train/loss")
     assert [(each.step, each.value) for each in history] == [(1, 8.0), (2, 4.0), (3, 8 / 3), (4, 2.0)]
     assert again.info.status == "FINISHED"
+    sink = Sink(TrackerConfig(kind=TrackerKind.MLFLOW, close_timeout_s=60), tmp_path)
+    sink.begin(4)
+    sink.put({"heldout/slice/q&a/acceptance_length": 2.0}, 5)
+    sink.close()
+    assert client.get_metric_history(again.info.run_id, "heldout/slice/q_a/acceptance_length")[0].value == 2.0
 
 
 def test_none_leaves_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class StepResult:
 
     step: int
     loss: float
-    depth_losses: list[float]  # [L] mean cross-entropy of each depth
+    depth_losses: list[float]  # [L] mean loss of each depth
     num_supervised: int  # positions
     num_drafted: list[int]  # [L] positions supervised at each depth
     num_accepted: list[int]  # [L] of these, positions whose drafts up to this depth were all right
@@ -51,6 +51,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float  # of this step
     seconds: float
+    depth_acceptance: list[float] = field(default_factory=list)  # [L] expected of drafts sampled at temperature 1, each by itself
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Learner:
             ema_decay=config.ema_decay,
             schedule=config.schedule,
         )
+        self._depth_weights = torch.tensor(config.weights_of_depths, device=self._device)  # [L]
         self._elapsed_s = 0.0  # since the run's first step began, up to the last one's beginning
         self._last_step_at: float | None = None
 
@@ -136,7 +138,7 @@ class Learner:
             taught = self._pack(rows)
             counts += taught.carries.sum(0)
         num_pairs = self._over_ranks(counts).clamp(min=1)  # [L]
-        weights = torch.tensor(self._config.weights_of_depths, device=self._device) / num_pairs
+        weights = self._depth_weights / num_pairs
         figures = _Figures(self._config.ttt_steps, self._device)
         with self._world.watching():
             if not batches:
@@ -237,26 +239,30 @@ class _Figures:
     """Sums of a step, to be added up over ranks at its end."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
-        self._scalars = torch.zeros(3, dtype=torch.float64, device=device)  # loss, supervised positions, tokens
-        self._depths = torch.zeros(3, num_depths, dtype=torch.float64, device=device)  # losses, drafted, accepted
+        self._num_supervised = self._num_tokens = 0
+        self._loss = torch.zeros(1, dtype=torch.float64, device=device)
+        self._depths = torch.zeros(4, num_depths, dtype=torch.float64, device=device)  # losses, expected, drafted, accepted
 
     def add(self, result: LossResult, batch: Batch, num_tokens: int) -> None:
-        self._scalars[0] += result.loss
-        self._scalars[1:] += torch.tensor([batch.num_supervised, num_tokens], device=self._scalars.device)
+        self._num_supervised += batch.num_supervised
+        self._num_tokens += num_tokens
+        self._loss += result.loss
         drafted = (batch.depths[:, None] > torch.arange(len(result.sums), device=batch.depths.device)).sum(0)
         accepted = result.hits.cumprod(1).sum(0)
-        self._depths += torch.stack([result.sums.double(), drafted.double(), accepted.double()])
+        self._depths += torch.stack([each.double() for each in (result.sums, result.expected, drafted, accepted)])
 
     def result(self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
         """started: by time.perf_counter."""
-        total = torch.cat([self._scalars, self._depths.flatten()]).cpu()
+        counts = torch.tensor([self._num_supervised, self._num_tokens], dtype=torch.float64)
+        total = torch.cat([torch.cat([self._loss, self._depths.flatten()]).cpu(), counts])
         world.add_up(total)
-        loss, num_supervised, num_tokens = total[:3].tolist()
-        losses, drafted, accepted = total[3:].view_as(self._depths)
+        losses, expected, drafted, accepted = total[1:-2].view_as(self._depths)
+        num_supervised, num_tokens = total[-2:].tolist()
         return StepResult(
             step=optimizer.num_steps,
-            loss=loss,
+            loss=float(total[0]),
             depth_losses=(losses / num_pairs.cpu()).tolist(),
+            depth_acceptance=(expected / drafted.clamp(min=1)).tolist(),
             num_supervised=round(num_supervised),
             num_drafted=[round(count) for count in drafted.tolist()],
             num_accepted=[round(count) for count in accepted.tolist()],

@@ -110,6 +110,7 @@ class Progress:
             loss=result.loss,
             depth_losses=result.depth_losses,
             acceptance=acceptance,
+            expected_acceptance=result.depth_acceptance,
             num_supervised=result.num_supervised,
             num_tokens=result.num_tokens,
             num_rows=num_rows,

@@ -101,3 +101,5 @@ def test_counts_of_a_step_are_positions_and_chains(state) -> None:
     assert result.num_accepted == result.num_drafted  # learned by heart
     assert result.num_tokens == 2 * 14
     assert len(result.depth_losses) == 5
+    assert len(result.depth_acceptance) == 5
+    assert min(result.depth_acceptance) > 0.9  # the target is sure of each token, and so is the drafter by now

@@ -50,6 +50,7 @@ from training.config import (
         (GateConfig, {"min_heldout_rows": 1}, "trainer.gate.min_heldout_rows is 1"),
         (GateConfig, {"max_heldout_rows": 4}, "trainer.gate.max_heldout_rows is 4"),
         (GateConfig, {"resamples": 10**9}, "trainer.gate.resamples is 1000000000"),
+        (GateConfig, {"max_slice_loss": 1.5}, "trainer.gate.max_slice_loss is 1.5"),
         (DataConfig, {"poll_s": 0.0}, "data.poll_s is 0.0"),
         (DataConfig, {"poll_s": float("inf")}, "data.poll_s is inf"),
         (RegistryConfig, {"poll_s": 1e12}, "registry.poll_s is 1000000000000.0"),

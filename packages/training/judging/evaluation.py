@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -60,7 +61,7 @@ def evaluate_drafter(config: TrainingConfig, state_dir: Path, console: Console, 
     settings = config.evaluate
     resolved = resolve(config.model.name)
     tokenizer = Tokenizer.load(resolved.path)
-    target = load_target_weights(resolved, _cpu())
+    target = load_target_weights(resolved, torch.device("cpu"))
     room = int(target.config["max_position_embeddings"]) - max(settings.lengths)
     suites = read_suites(settings.prompts, tokenizer, target.vocab_size, room, settings.per_category, settings.seed)
     root = config.registry.root
@@ -261,12 +262,6 @@ class _Evaluation:
             },
             "machine": machine.describe(),
         }
-
-
-def _cpu() -> Any:
-    import torch
-
-    return torch.device("cpu")
 
 
 def _spread(questions: Sequence[Question], count: int) -> list[Question]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from runtime.config import FeaturesConfig, StoreKind
-from runtime.errors import ConfigError, FeatureError, FeatureNotFound
+from runtime.errors import ConfigError, FeatureError, FeatureNotFound, FeatureUnavailable
 from runtime.features import FeatureRow, Ledger, SampleMeta, SampleRef, open_store
 
 MakeRow = Callable[..., FeatureRow]
@@ -209,3 +209,41 @@ def test_rows_outlive_their_server_where_another_process_lends_the_memory(
     [ref] = Ledger(tmp_path / "ledger.sqlite", exists=store.exists).lease("run", 9, 60)
     assert store.get(ref)[0].hidden.aux.sum() == 11 * 24
     assert store.release(ref) is True
+
+
+def test_a_master_that_dies_takes_no_row_silently(
+    start_mooncake: Callable[[], Any], tmp_path: Path, make_row: MakeRow, make_meta: MakeMeta
+) -> None:
+    """kill -9 of the master, which knows where everything lies: while it is away nothing fails for good; afterwards each row that
+    it forgot fails with a reason, its producer hears that it must be made again, and made again it is trained."""
+    pool = start_mooncake()
+    store = pool.store(tmp_path / "index", 1 << 20)
+    ledger = Ledger(tmp_path / "ledger.sqlite", exists=store.exists)
+    for name in "ab":
+        ledger.commit(store.put(make_meta(name), make_row()), "train")
+    used = store.used_bytes()
+    pool.kill_master()
+    with pytest.raises(FeatureUnavailable):
+        store.put(make_meta("c"), make_row())
+    with pytest.raises(FeatureUnavailable):
+        ledger.lease("run", 9, 60)
+    assert ledger.status()["pending"] == 2
+    assert store.used_bytes() <= used + used // 2
+    pool.start_master()
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            made = store.put(make_meta("c"), make_row())
+            break
+        except FeatureError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    ledger.commit(made, "train")
+    assert {ref.sample_id for ref in ledger.lease("run", 9, 60)} | ledger.failures().keys() == {"a", "b", "c"}
+    assert all("are gone" in reason for reason in ledger.failures().values())
+    for name in sorted(set("ab") - ledger.known(["a", "b"])):
+        assert ledger.commit(store.put(make_meta(name), make_row()), "train") is False
+    ledger.lease("run", 9, 60)
+    ledger.record_checkpoint("run", "c1", 1, ["a", "b", "c"])
+    assert ledger.consumption("run") == {"a": 1, "b": 1, "c": 1}
+    ledger.close()

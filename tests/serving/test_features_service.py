@@ -328,6 +328,8 @@ def test_processes_that_train_one_run_together_share_its_holder(plane: Plane) ->
             call()
     assert second.heartbeat("run/1", 60.0) == 1
     first.record_checkpoint("run", "step-1", 1, ["a", "b"])
+    second.recorded(["b"])
+    assert second._held == set()
     assert plane.ledger.consumption("run") == {"a": 1, "b": 1}
     assert plane.client().recover("run") == 0
     with pytest.raises(RunTakenOver):

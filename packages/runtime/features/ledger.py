@@ -203,6 +203,9 @@ class Ledger:
             )
         return checkpoint
 
+    def recorded(self, sample_ids: Iterable[str]) -> None:
+        """Another process recorded a checkpoint that holds these rows, leased here by a member of its run: known already."""
+
     def latest_checkpoint(self, run_id: str) -> Checkpoint | None:
         sql = """SELECT run_id, path, step, metrics, created_at FROM checkpoints WHERE run_id = ?
             ORDER BY checkpoint_id DESC LIMIT 1"""

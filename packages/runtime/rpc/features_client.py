@@ -129,6 +129,9 @@ class FeatureClient(Client):
         self._ahead.drop(sample_ids)
         return recorded
 
+    def recorded(self, sample_ids: Iterable[str]) -> None:
+        self._held.difference_update(sample_ids)
+
     def latest_checkpoint(self, run_id: str) -> Checkpoint | None:
         reply = self._call(self._stub.GetCheckpoint, pb.GetCheckpointRequest(run_id=run_id))
         return codec.checkpoint(reply.checkpoint) if reply.HasField("checkpoint") else None

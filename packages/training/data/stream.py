@@ -215,6 +215,8 @@ class OnlineStream:
         return list(self._unsaved)
 
     def saved(self) -> None:
+        if self._rank > 0:  # the first rank recorded them
+            self._ledger.recorded(self._unsaved)
         self._unsaved.clear()
 
     def figures(self) -> dict[str, int]:

@@ -158,12 +158,17 @@ def joined(parallel: Parallel, device: str, timeout_s: float) -> Iterator[World]
     """Join the processes that torchrun started, if it did. device: `model.device`. A rank that leaves with an error says so to
     the others; one that says nothing for timeout_s is given up. ConfigError if the others cannot be met."""
     size = _of_environment("WORLD_SIZE", 1)
-    if size == 1:
+    if size <= 1:
         yield World()
         return
     is_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     local_rank = _of_environment("LOCAL_RANK", 0)
     if is_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK is {local_rank}, and {torch.cuda.device_count()} CUDA devices are here; start as many processes as there "
+                "are devices (torchrun --nproc-per-node), or use model.device=cpu."
+            )
         torch.cuda.set_device(local_rank)
     timeout = timedelta(seconds=timeout_s)
     try:

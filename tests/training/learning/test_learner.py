@@ -10,6 +10,7 @@ import torch
 
 from runtime.eagle3 import version_id
 from runtime.hidden_states import HiddenStates
+from training.config import Objective
 from training.learning.learner import Learner, conditioning
 from training.learning.start import continue_from, from_scratch
 
@@ -103,3 +104,27 @@ def test_counts_of_a_step_are_positions_and_chains(state) -> None:
     assert len(result.depth_losses) == 5
     assert len(result.depth_acceptance) == 5
     assert min(result.depth_acceptance) > 0.9  # the target is sure of each token, and so is the drafter by now
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+def test_every_objective_leads_to_acceptance(state, objective: Objective) -> None:
+    rows = state.rows(range(2), num_prompt=6, num_generated=8)
+    learner = from_scratch(state.target, state.config(trainer__learning_rate=3e-3, trainer__objective=objective).trainer, rows)
+    first, *_, last = [learner.step(rows) for _ in range(60)]
+    assert max(first.depth_acceptance) < 0.7
+    assert min(last.depth_acceptance) > 0.9
+    assert last.num_accepted == last.num_drafted
+
+
+def test_a_depth_that_weighs_nothing_is_not_learned(state) -> None:
+    """Gradients are those of the depths that weigh, whatever the others lose."""
+    rows = state.rows(range(2), num_prompt=6, num_generated=8)
+    settings = {"trainer__learning_rate": 3e-3, "trainer__clip_norm": 1e9}
+    shallow = from_scratch(state.target, state.config(trainer__ttt_steps=1, **settings).trainer, rows)
+    weights = [1.0, 0.0, 0.0, 0.0, 0.0]
+    deep = from_scratch(state.target, state.config(trainer__depth_weights=weights, **settings).trainer, rows)
+    a, b = shallow.step(rows), deep.step(rows)
+    assert b.loss == pytest.approx(a.loss, rel=1e-5)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
+    assert len(b.depth_losses) == 5
+    assert min(b.depth_losses) > 0

@@ -118,7 +118,7 @@ class RankLost(SlipstreamError, RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"This run is trained by several processes, and {what.rstrip('.')}. What the latest checkpoint holds is safe, and its "
+            f"This run is trained by several processes, and {what.rstrip('.')}. What the latest checkpoint holds is safe, and "
             "other rows go back to the queue; start all processes again, in whatever number, and the run goes on from there."
         )
 

@@ -230,10 +230,8 @@ class Trainer:
     def _check_ranks(self) -> None:
         """That the ranks of this run have the same settings and see the same files."""
         start = None if self._start.directory is None else self._start.version
-        groups = {"trainer": self._config, "data": self._data}
-        settings = {
-            f"{group}.{name}": value for group, each in groups.items() for name, value in dataclasses.asdict(each).items()
-        }
+        groups = {"trainer": dataclasses.asdict(self._config), "data": dataclasses.asdict(self._data)}
+        settings = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
         self._world.check_same(self._structure | settings | {"the starting drafter": start})
 
     def _resume(self) -> Learning | None:

@@ -249,7 +249,7 @@ class FeatureTap:
         token_ids = turn.token_ids[cuts[0].start : cuts[-1].stop]
         try:
             return {**turn.labels, SLICE_LABEL: checked_slice(self._classify(token_ids, self._decode(token_ids)))}
-        except Exception as error:  # a guest's code may raise anything
+        except BaseException as error:  # a guest's code may raise anything, and must not end this thread
             self._log_rarely(error)
             self._count(Outcome.UNCLASSIFIED)
             return turn.labels
@@ -298,7 +298,7 @@ class FeatureTap:
         token_ids = tuple(row.token_ids.tolist())
         try:
             return redacted(row, self._redact(token_ids, self._decode(token_ids))) or Outcome.REDACTED
-        except Exception as error:  # a guest's code may raise anything; nothing is kept then
+        except BaseException as error:  # as above; nothing is kept then
             self._log_rarely(error)
             return Outcome.FAILED_REDACTION
 
@@ -343,7 +343,7 @@ class FeatureTap:
         except (FeatureError, OSError) as error:
             self._log_rarely(error)
 
-    def _log_rarely(self, error: Exception) -> None:
+    def _log_rarely(self, error: BaseException) -> None:
         if time.monotonic() - self._last_log_at >= LOG_EVERY_S:
             self._last_log_at = time.monotonic()
             trace = None if isinstance(error, FeatureError | OSError) else error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -218,6 +219,24 @@ def test_a_hook_that_fails_keeps_nothing_and_the_tap_lives(
     assert nonzero(tap) == {"offered": 5, "captured": 1, "failed_redaction": 4}
     assert plane[0].health().num_rows == 1
     assert len([record for record in caplog.records if "no such list" in record.getMessage()]) == 1  # said once
+
+
+@pytest.mark.parametrize("which", ["redact", "classify"])
+def test_a_hook_that_wants_to_end_the_program_does_not_end_the_tap(
+    plane: Plane, target_info: TargetInfo, make_turn: MakeTurn, which: str
+) -> None:
+    def hook(token_ids: tuple[int, ...], text: str) -> object:
+        if len(token_ids) == 41:
+            sys.exit(1)
+        return None if which == "redact" else "kind"
+
+    with tapping(plane, target_info, **{which: hook}) as tap:
+        tap.offer(make_turn("a", num_tokens=41))
+        tap.offer(make_turn("b"))
+    if which == "redact":
+        assert nonzero(tap) == {"offered": 2, "captured": 1, "failed_redaction": 1}
+    else:
+        assert nonzero(tap) == {"offered": 2, "captured": 2, "unclassified": 1}
 
 
 def test_masked_tokens_are_in_no_row(plane: Plane, target_info: TargetInfo, make_turn: MakeTurn) -> None:

@@ -210,9 +210,16 @@ def side_by_side(rows: Sequence[TrainingRow], device: torch.device) -> dict[str,
     ids, mask = (torch.cat([getattr(each, name)[1:-1] for each in features]) for name in ("token_ids", "generated"))
     documents = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
     positions = torch.cat([torch.arange(1, length + 1) for length in lengths])
-    names = ("hidden_states", "verifier_last_hidden_states", "input_ids", "loss_mask", "document_ids", "position_ids")
-    parts = (aux, last, ids, mask, documents, positions)
-    return {name: part[None].to(device) for name, part in zip(names, parts, strict=True)}
+    unused = -len(ids) % (2048 if len(ids) > 2048 else 128)  # they train on packs of one length, filled up
+    batch = {
+        "hidden_states": nn.functional.pad(aux, (0, 0, 0, unused)),
+        "verifier_last_hidden_states": nn.functional.pad(last, (0, 0, 0, unused)),
+        "input_ids": nn.functional.pad(ids, (0, unused)),
+        "loss_mask": nn.functional.pad(mask, (0, unused)),
+        "document_ids": nn.functional.pad(documents, (0, unused), value=-1),
+        "position_ids": nn.functional.pad(positions, (0, unused)),
+    }
+    return {name: part[None].to(device) for name, part in batch.items()}
 
 
 ARMS: dict[str, Callable[[Target], Step]] = {

@@ -23,7 +23,7 @@ def cast(model: Eagle3Model, dtype: torch.dtype) -> Eagle3Model:
     if all(parameter.dtype == dtype for parameter in model.parameters()):
         return model
     known: dict[int, object] = {id(parameter): parameter.to(dtype) for parameter in model.parameters()}
-    known |= {id(shared): shared for shared in (model.embedding, model.vocabulary, model.config)}
+    known |= {id(shared): shared for shared in (model.embedding, model.vocabulary, model.config, model.rotary)}
     return copy.deepcopy(model, known)
 
 

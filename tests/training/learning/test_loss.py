@@ -146,6 +146,7 @@ def test_bfloat16_layers_lead_to_float32_masters(make_model: Callable, make_row:
     light = cast(model, torch.bfloat16)
     assert light.fc.weight.dtype is torch.bfloat16
     assert light.embedding is model.embedding
+    assert light.rotary is model.rotary  # what it moved to a device stays there
     chain_loss(unroll(light, batch), model.lm_head.weight, lesson, carries, torch.ones(L), Aim(objective)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype is torch.float32

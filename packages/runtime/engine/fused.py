@@ -39,6 +39,7 @@ from runtime.speculation.sampling import Sampled
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
 ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile
+PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
 
 
 class Decoder(Protocol):
@@ -303,7 +304,8 @@ class FusedSteps:
         if len(works) < MANY_SESSIONS or not self._is_alone:
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
-        num = min(self._decoder.max_steps, int(ROW_SECONDS / max(of_one, 1e-6)))
+        most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
+        num = min(most, int(ROW_SECONDS / max(of_one, 1e-6)))
         of_use = max(work.request.num_remaining - num_new.get(id(work.request), 0) for work in works)
         room = min(self._room(work, num_new.get(id(work.request), 0)) for work in works)
         return max(min(num, of_use, room), 1)

@@ -166,8 +166,8 @@ def joined(parallel: Parallel, device: str, timeout_s: float) -> Iterator[World]
     if is_cuda:
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"LOCAL_RANK is {local_rank}, and {torch.cuda.device_count()} CUDA devices are here; start no more processes than "
-                "there are devices (torchrun --nproc-per-node), or use model.device=cpu."
+                f"LOCAL_RANK is {local_rank}, and {torch.cuda.device_count()} CUDA devices are here; start no more processes "
+                "than there are devices (torchrun --nproc-per-node), or use model.device=cpu."
             )
         torch.cuda.set_device(local_rank)
     timeout = timedelta(seconds=timeout_s)

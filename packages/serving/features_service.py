@@ -130,10 +130,12 @@ class FeatureServicer(features_pb2_grpc.FeatureServiceServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         async with self._answering(context, request):
-            counts, used, marks = await self._ask(
-                lambda: (self._ledger.status(), self._store.used_bytes(), self._ledger.watermarks())
+            ledger = self._ledger
+            counts, used, marks, is_shedding = await self._ask(
+                lambda: (ledger.status(), self._store.used_bytes(), ledger.watermarks(), ledger.is_shedding())
             )
             return pb.StatusResponse(
+                is_shedding=is_shedding,
                 watermarks=None if marks is None else pb.StatusResponse.Watermarks(**asdict(marks)),
                 num_rows=counts,
                 used_bytes=used,

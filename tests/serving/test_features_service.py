@@ -109,6 +109,9 @@ def test_a_row_is_leased_fetched_and_made_durable_once(plane: Plane) -> None:
     assert client.target_fingerprint() == plane.running.parts.engine.info.fingerprint
     assert client.status() == {"pending": 1, "leased": 0, "durable": 2, "failed": 0, "heldout": 0}
     assert client.watermarks() == plane.ledger.watermarks() is not None
+    assert not client.is_shedding()
+    plane.ledger.set_shedding(True)
+    assert client.is_shedding()
 
 
 def test_what_a_client_says_becomes_a_row_that_a_trainer_gets(plane: Plane) -> None:

@@ -47,6 +47,8 @@ class Leases(Protocol):
 
     def watermarks(self) -> Watermarks | None: ...
 
+    def is_shedding(self) -> bool: ...
+
 
 class Rows(Protocol):
     """What a trainer asks of a feature store."""

@@ -273,15 +273,23 @@ class Ledger:
         return num_rows, num_bytes
 
     def set_watermarks(self, marks: Watermarks) -> None:
-        """Between which the tap that fills this ledger sheds."""
+        """Of the tap that fills this ledger from now on."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM watermarks")
-            connection.execute("INSERT INTO watermarks VALUES (?, ?, ?, ?)", dataclasses.astuple(marks))
+            connection.execute("INSERT INTO watermarks VALUES (?, ?, ?, ?, 0)", dataclasses.astuple(marks))
 
     def watermarks(self) -> Watermarks | None:
         """None: no tap has filled it yet."""
         found = self._database.read("SELECT high_rows, low_rows, high_bytes, low_bytes FROM watermarks")
         return Watermarks(*found[0]) if found else None
+
+    def set_shedding(self, is_shedding: bool) -> None:
+        with self._database.transaction() as connection:
+            connection.execute("UPDATE watermarks SET is_shedding = ?", (is_shedding,))
+
+    def is_shedding(self) -> bool:
+        """The tap takes no row before trainers made some durable."""
+        return any(is_shedding for (is_shedding,) in self._database.read("SELECT is_shedding FROM watermarks"))
 
     def failures(self) -> dict[str, str]:
         """Why each failed row failed, by sample id."""

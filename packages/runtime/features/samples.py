@@ -22,7 +22,7 @@ class SampleState(StrEnum):
     HELDOUT = "heldout"
 
 
-VERSION = 4
+VERSION = 3
 _COUNT = """UPDATE counts SET num_rows = num_rows {0} 1, num_bytes = num_bytes {0} {1}.num_bytes * {1}.has_features
     WHERE state = {1}.state"""
 _TRIGGERS = (
@@ -33,7 +33,8 @@ _TRIGGERS = (
         BEGIN {_COUNT.format("-", "OLD")}; {_COUNT.format("+", "NEW")}; END""",
 )
 _WATERMARKS = """CREATE TABLE watermarks(
-    high_rows INTEGER NOT NULL, low_rows INTEGER NOT NULL, high_bytes INTEGER NOT NULL, low_bytes INTEGER NOT NULL)"""
+    high_rows INTEGER NOT NULL, low_rows INTEGER NOT NULL, high_bytes INTEGER NOT NULL, low_bytes INTEGER NOT NULL,
+    is_shedding INTEGER NOT NULL)"""
 SCHEMA = (
     """CREATE TABLE samples(
         position INTEGER PRIMARY KEY AUTOINCREMENT, sample_id TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL,
@@ -59,7 +60,6 @@ SCHEMA = (
     _WATERMARKS,
 )
 UPGRADES = {
-    3: (_WATERMARKS,),
     2: (  # counted no bytes
         "ALTER TABLE counts ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0",
         *(f"DROP TRIGGER {name}" for name in ("samples_in", "samples_out", "samples_moved")),

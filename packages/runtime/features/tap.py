@@ -329,7 +329,11 @@ class FeatureTap:
         return is_new
 
     def _lack_of_room(self, turn: CapturedTurn, cut: Cut) -> Outcome | None:
-        if not self._backlog_gate.now(*self._ledger.backlog()):
+        was_open = self._backlog_gate.is_open
+        is_open = self._backlog_gate.now(*self._ledger.backlog())
+        if is_open != was_open:
+            self._ledger.set_shedding(not is_open)
+        if not is_open:
             return Outcome.SHED_BACKLOG
         width = turn.hidden[0].aux.shape[1] + turn.hidden[0].last.shape[1]
         num_bytes = (cut.stop - cut.start) * (width * self._store.dtype.itemsize + 9) + HEADER_BYTES

@@ -158,6 +158,9 @@ class FeatureClient(Client):
         marks = status.watermarks
         return Watermarks(marks.high_rows, marks.low_rows, marks.high_bytes, marks.low_bytes)
 
+    def is_shedding(self) -> bool:
+        return bool(self._call(self._stub.Status, pb.StatusRequest()).is_shedding)
+
     def free_bytes(self) -> int:
         """What is left of it."""
         status = self._call(self._stub.Status, pb.StatusRequest())

@@ -48,7 +48,9 @@ class LedgerArrivals:
 
     @property
     def is_live(self) -> bool:
-        """Not where the budget is full of rows that all wait to be trained: then nobody finds room for another one."""
+        """Not where the tap sheds, or the budget is full, because so many rows wait to be trained: no other one comes then."""
+        if self._ledger.is_shedding():
+            return False
         return self._store.free_bytes() > self._largest_bytes or self._ledger.status()["durable"] > 0
 
     def take(self, num_rows: int) -> list[SampleRef]:

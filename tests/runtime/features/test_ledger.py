@@ -301,9 +301,14 @@ def test_a_ledger_of_an_older_layout_goes_on(tmp_path: Path, make_ref: MakeRef) 
     _commit(ledger, make_ref, "d")
     assert (ledger.backlog(), ledger.status()["durable"]) == ((3, 300), 1)
     assert ledger.watermarks() is None
+    assert not ledger.is_shedding()
     for high in (5, 9):
         ledger.set_watermarks(Watermarks(high, 4, 600, 500))
     assert ledger.watermarks() == Watermarks(9, 4, 600, 500)
+    ledger.set_shedding(True)
+    assert ledger.is_shedding()
+    ledger.set_watermarks(Watermarks(9, 4, 600, 500))
+    assert not ledger.is_shedding(), "a new tap has not looked yet"
     ledger.close()
 
 

@@ -114,6 +114,7 @@ def test_while_trainers_are_too_far_behind_turns_are_shed_until_they_caught_up(
             tap.offer(next(turns))
         wait_until(lambda: tap.counters()["shed_backlog"] == 2)
         assert ledger.backlog()[0] == 4
+        assert ledger.is_shedding(), "so that trainers do not wait for more"
         for step in range(4 - low):
             tap.offer(next(turns))
             wait_until(lambda step=step: tap.counters()["shed_backlog"] == 3 + step)
@@ -121,6 +122,7 @@ def test_while_trainers_are_too_far_behind_turns_are_shed_until_they_caught_up(
         for _ in range(4 - low + 1):
             tap.offer(next(turns))
         wait_until(lambda: tap.counters()["shed_backlog"] == 3 + 4 - low)
+    assert ledger.is_shedding()
     assert tap.counters()["captured"] == 4 + 4 - low
     assert store.health().num_rows == 4 + 4 - low
 

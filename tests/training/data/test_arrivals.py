@@ -64,6 +64,10 @@ def test_a_ledger_is_live_until_its_store_is_full_of_rows_to_be_trained(state) -
     refs = arrivals.take(2)
     assert [ref.sample_id for ref in refs] == names[:2]
     assert (arrivals.is_live, arrivals.is_over) == (True, False)
+    state.ledger.set_watermarks(Watermarks(high_rows=3, low_rows=1, high_bytes=1 << 30, low_bytes=1 << 20))
+    for is_shedding in (True, False):
+        state.ledger.set_shedding(is_shedding)
+        assert arrivals.is_live is not is_shedding
     small = FeaturesConfig(budget_mib=1)
     store, ledger = open_feature_plane(state.root / "small", small)
     arrivals = LedgerArrivals(store, ledger, "run", 60.0)

@@ -244,7 +244,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("num_rows", "used_bytes", "budget_bytes", "target_fingerprint", "watermarks")
+    __slots__ = ("num_rows", "used_bytes", "budget_bytes", "target_fingerprint", "watermarks", "is_shedding")
     class NumRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -268,9 +268,11 @@ class StatusResponse(_message.Message):
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     WATERMARKS_FIELD_NUMBER: _ClassVar[int]
+    IS_SHEDDING_FIELD_NUMBER: _ClassVar[int]
     num_rows: _containers.ScalarMap[str, int]
     used_bytes: int
     budget_bytes: int
     target_fingerprint: str
     watermarks: StatusResponse.Watermarks
-    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., watermarks: _Optional[_Union[StatusResponse.Watermarks, _Mapping]] = ...) -> None: ...
+    is_shedding: bool
+    def __init__(self, num_rows: _Optional[_Mapping[str, int]] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., watermarks: _Optional[_Union[StatusResponse.Watermarks, _Mapping]] = ..., is_shedding: _Optional[bool] = ...) -> None: ...

@@ -62,10 +62,10 @@ def test_ten_steps_are_five_and_a_checkpoint_and_five(state, tmp_path: Path, tin
     other = type(state)(tmp_path / "other", tiny, target)
     for each in (state, other):
         each.add(range(12))
-    train(state.config(trainer__max_steps=10))
-    train(other.config(trainer__max_steps=5))
+    train(state.config(trainer__max_steps=10, data__passes=4))
+    train(other.config(trainer__max_steps=5, data__passes=4))
     five = weights(other)
-    train(other.config(trainer__max_steps=10))
+    train(other.config(trainer__max_steps=10, data__passes=4))
     ten = weights(other)
     assert same(weights(state), ten)
     assert not same(five, ten)

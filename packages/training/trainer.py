@@ -116,10 +116,11 @@ class Trainer:
         self._saved.reset(learner.num_steps)
         self._judged.reset(learner.num_steps)
         while not self._is_over(learner):
+            began_at = time.perf_counter()
             rows = self._stream.next_batch()
             [num_rows] = self._world.sum([len(rows)])
             if num_rows:
-                self._learn(learner, rows, round(num_rows))
+                self._learn(learner, rows, round(num_rows), began_at)
             else:
                 self._wait(learner)
             saves = self._saved.is_due(learner.num_steps, self._config.checkpoint_every_s, self._config.checkpoint_every_steps)
@@ -133,12 +134,14 @@ class Trainer:
 
     # --- the verbs: every rank does them at the same time ---
 
-    def _learn(self, learner: Learning, rows: Sequence[TrainingRow], num_rows: int) -> None:
-        """A step on this rank's rows, which may be none, and on those of the others: num_rows in all."""
+    def _learn(self, learner: Learning, rows: Sequence[TrainingRow], num_rows: int, began_at: float) -> None:
+        """A step on this rank's rows, which may be none, and on those of the others: num_rows in all. began_at: when the rows
+        were asked for, which is part of what a step takes: the target may have had to read them."""
         batches = group_by_tokens(rows, self._data.max_batch_tokens)
         result = learner.step(*batches)
         self._stream.trained(rows)
         self._idle_since = None
+        result = dataclasses.replace(result, seconds=time.perf_counter() - began_at)
         self._progress.stepped(result, num_rows, self._figures())
         self._after_step(learner)
 

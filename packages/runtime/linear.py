@@ -19,11 +19,12 @@ from torch import nn
 
 PROBED_ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 128)
 MOST_MIN_ROWS = 16
+FEW_ROWS = 16  # up to which each number of rows has a kernel of its own
 
 
 def kernel_rows(num_rows: int) -> int:
     """The number of rows that is computed for so many: their own up to 16, then multiples of 4, from 64 on of 32."""
-    step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 32
+    step = 1 if num_rows <= FEW_ROWS else 4 if num_rows <= 64 else 32
     return -(-num_rows // step) * step
 
 
@@ -49,12 +50,15 @@ class PackedLinear(nn.Module):
         # Plain attributes, not parameters: an opaque tensor has no strides and cannot be moved, cast or saved.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         self.bias = None if bias is None else bias.detach().clone()
+        self._op = torch.ops.mkldnn._linear_pointwise.default  # looked up once
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: [..., in_features] -> [..., out_features]
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
-        num_rows = x.numel() // self.in_features
+        num_rows = x.shape[0] if x.dim() == 2 else x.numel() // self.in_features
+        if self.min_rows <= num_rows <= FEW_ROWS:
+            return self._compute(x)
         num_computed = kernel_rows(max(num_rows, self.min_rows))
         if num_rows < num_computed:
             rows = x.new_zeros(num_computed, self.in_features)
@@ -63,7 +67,7 @@ class PackedLinear(nn.Module):
         return self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y: torch.Tensor = self._op(x, self.packed, self.bias, "none", [], "")
         return y
 
     def extra_repr(self) -> str:

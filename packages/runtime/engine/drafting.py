@@ -125,11 +125,11 @@ class Drafting:
         request, session, shape = work.request, work.request.session, work.shape
         if session.draft is not None and session.draft.drafter is not drafter:
             self._holdings.drop_draft(session)
+        first = session.first_kept if session.dropped else 0  # which counts all parts that a turn's steps left behind
         if session.draft is None:
-            first = session.first_kept
             session.draft = DraftState(drafter, drafter.new_state(), position=first, first=first)
         position = min(session.draft.position, session.cached - 1)  # at least the last row, to draft from
-        position = max(position, session.first_kept)
+        position = max(position, first)
         session.draft.position = session.cached
         return DraftRequest(
             state=session.draft.handle,

@@ -22,7 +22,7 @@ class SegmentPlan:
         self.start, self.end = start, start + size
         self.length, self.size, self.num_rows = cache.length, size, cache.num_rows
         self._cache, self.parents = cache, parents
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._sights: dict[int | None, tuple[int, torch.Tensor | None]] = {}
         end = cache.num_rows + size
         # Per layer, [num_kv_heads, num_rows + size, dim] and [num_kv_heads, size, dim]; unbind is one call for all layers.
         self.keys, self.values = cache.keys[:, :, :end].unbind(), cache.values[:, :, :end].unbind()
@@ -45,16 +45,21 @@ class SegmentPlan:
             return row(second), row(second), row(second)
         return first, min(policy.sink, second), row(max(second, policy.sink))
 
-    def mask(self, window: int | None, num_groups: int) -> torch.Tensor | None:
+    def sight(self, window: int | None, num_groups: int) -> tuple[int, torch.Tensor | None]:
+        """The first row in sight, and the mask of all from there on: see `first_row` and `_mask`. The same for many layers."""
+        if window not in self._sights:
+            self._sights[window] = self.first_row(window), self._mask(window, num_groups)
+        return self._sights[window]
+
+    def _mask(self, window: int | None, num_groups: int) -> torch.Tensor | None:
         """[num_groups * size, rows from first_row on + size], 0 or -inf; None: everything is seen."""
         if self.size == 1 and not self._has_gap(window):
             return None
-        if window not in self._masks:
-            sees = self._sees(window)
-            mask = torch.zeros(sees.shape, dtype=self._cache.keys.dtype, device=sees.device)
-            mask.masked_fill_(~sees, float("-inf"))
-            self._masks[window] = None if bool(sees.all()) else mask.repeat(num_groups, 1)
-        return self._masks[window]
+        sees = self._sees(window)
+        if bool(sees.all()):
+            return None
+        mask = torch.zeros(sees.shape, dtype=self._cache.keys.dtype, device=sees.device)
+        return mask.masked_fill_(~sees, float("-inf")).repeat(num_groups, 1)
 
     def _has_gap(self, window: int | None) -> bool:
         """Whether rows lie between what the next token sees of the sink and its window."""
@@ -100,12 +105,12 @@ class ContiguousAttention:
             plan.new_keys[layer].copy_(k[:, start:end])
             plan.new_values[layer].copy_(v[:, start:end])
             keys, values = plan.keys[layer], plan.values[layer]
-            first = plan.first_row(window)
+            first, mask = plan.sight(window, q.shape[0] // k.shape[0])
             if first:
                 keys, values = keys[:, first:], values[:, first:]
             # The heads that share keys become rows of one attention problem: grouped-query attention without a copy of K/V.
             rows = q[:, start:end].reshape(1, k.shape[0], -1, q.shape[2])
-            out = attend(rows, keys[None], values[None], plan.mask(window, q.shape[0] // k.shape[0]), scale, softcap)
+            out = attend(rows, keys[None], values[None], mask, scale, softcap)
             outputs.append(out.reshape(q.shape[0], plan.size, v.shape[2]))
         row = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return row.transpose(0, 1)[None]

@@ -3,7 +3,7 @@
 #   make demo     the closed loop on this machine, ending in demo/report.md     make test    the whole test suite
 #   make serve    the server alone; ARGS="model=tiny server.http_port=0"        make check   lint, types, layout, stubs
 #   make train    the trainer alone; ARGS="state_dir=DIR"                       make proto   regenerate the gRPC stubs
-#   make clean    remove what these commands made                               make help    this text, as make alone
+#   make agreement   loss and drafts against speculators and SpecForge          make clean   remove what these commands made
 #
 # PYTHON=python3.12 picks the interpreter. TORCH_INDEX=URL adds a package index for torch: on Linux x86-64 give that of the
 # CPU builds, as the default one carries CUDA builds there, which work but are large.
@@ -12,10 +12,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OTHERS := build/others
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE# idle threads sleep: several processes share the cores
 
-.PHONY: help demo serve train test check proto clean
+.PHONY: help demo serve train test check agreement proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +47,14 @@ check: $(INSTALLED)
 	$(BIN)/mypy packages
 	$(BIN)/buf lint proto
 	$(BIN)/python -m pytest -q tests/test_layout.py
+
+agreement: $(INSTALLED) $(OTHERS)/.installed
+	PYTHONPATH=$(OTHERS) $(BIN)/python -m pytest -q tests/training/learning/test_agreement.py tests/runtime/eagle3/test_other_engines.py
+
+$(OTHERS)/.installed: others.txt $(INSTALLED)
+	rm -rf $(OTHERS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OTHERS) --requirement others.txt
+	touch $@
 
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=packages --pyi_out=packages --grpc_python_out=packages \

@@ -218,6 +218,14 @@ def test_a_server_that_lets_fewer_rows_wait_than_a_step_takes_is_refused_at_star
     assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
 
 
+def test_a_run_from_scratch_does_not_wait_for_rows_that_the_server_sheds(state) -> None:
+    names = state.add(range(3))
+    state.ledger.set_watermarks(Watermarks(high_rows=16, low_rows=8, high_bytes=1 << 30, low_bytes=1 << 20))
+    state.ledger.set_shedding(True)
+    run(state.config(trainer__vocabulary_tokens=10**6, trainer__max_steps=2, trainer__max_time_s=60.0))
+    assert state.ledger.consumption("default") == dict.fromkeys(names, 1)
+
+
 def test_a_draft_vocabulary_beyond_the_targets_is_refused(state) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.draft_vocab_size is 100000; it must be at most \d+, the vocabulary of"):
         run(state.config(trainer__draft_vocab_size=100_000))

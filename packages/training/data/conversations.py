@@ -6,14 +6,16 @@
     {"id": "a20", "token_ids": [1, 2, ...], "generated": [[5, 9], ...]}   tokens that the model spoke
 
 A message may have `reasoning_content` and `tool_calls`, a conversation `tools`; `category` (or `slice`) names the slice of the
-traffic. `id` can be left out: then it is the line's number. A line of no such form is refused with its place; a conversation
-that is of the form but makes no sense is counted by its reason, and left out. Knows no tokenizer.
+traffic. `id` can be left out: then it is the line's number, behind the file's name where there are several files. A line of no
+such form is refused with its place; a conversation that is of the form but makes no sense is counted by its reason, and left
+out. Knows no tokenizer.
 """
 
 from __future__ import annotations
 
 import glob
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +83,10 @@ def files_of(setting: str, given: str) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(str(path)))
     if not files:
         raise ConfigError(f"{setting} is {given!r}, and no file is there; give a JSONL file, a directory of them, or a pattern.")
+    for file in files:
+        if not file.is_file():  # a pipe could be read once, and files are read again and held against what they were
+            what = "it is no regular file" if file.exists() else "it is not there"
+            raise ConfigError(f"{setting} names {str(file)!r}, which cannot be read ({what}); give a JSONL file.")
     return files
 
 
@@ -98,14 +104,16 @@ def read(
     seen: set[str] = set()
     texts = [(path, _text(setting, path).split("\n")) for path in files]
     total, done = sum(len(lines) for _, lines in texts), 0
+    root = os.path.commonpath([path.parent for path in files])
     for path, lines in texts:
+        file = f"{os.path.relpath(path, root)}:" if len(files) > 1 else ""
         for number, line in enumerate(lines, 1):
             done += 1
             if done % REPORT_EVERY == 0:
                 report(done, total)
             if not line.strip():
                 continue
-            place = _Place(setting, path, number)
+            place = _Place(setting, path, number, f"{file}{number}")
             record = _parse(place, line)
             if record.id in seen:
                 left_out[DUPLICATE_ID] += 1
@@ -120,7 +128,7 @@ def read(
 
 def _text(setting: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting} names {str(path)!r}, which cannot be read ({error}); give a JSONL file.") from error
 
@@ -130,6 +138,7 @@ class _Place:
     setting: str
     path: Path
     number: int  # of the line, from 1
+    name: str  # of a line without id
 
     def fault(self, what: str) -> ConfigError:
         return ConfigError(
@@ -149,7 +158,7 @@ def _parse(place: _Place, line: str) -> Conversation | Preformatted:
     forms = [form for form in FORMS if form in record]
     if len(forms) != 1:
         raise place.fault(f"it needs exactly one of {', '.join(FORMS)}, and has {' and '.join(forms) or 'none'}")
-    name = record.get("id", place.number)
+    name = record.get("id", place.name)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise place.fault(f"its id is {name!r}, neither text nor a whole number")
     label = record.get("slice", record.get("category", ""))

@@ -27,7 +27,7 @@ from training.data.tokens import Corpus, TokenRow, clipped, teaches
 
 logger = logging.getLogger(__name__)
 
-ENCODING = 1  # grows when the same files give other rows
+ENCODING = 2  # grows when the same files give other rows
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def encode_files(
     """The rows of these JSONL files, from the cache if they were tokenised before."""
     key = {
         "encoding": ENCODING,
-        "files": [sha256_of(path) if path.is_file() else "" for path in files],
+        "files": [sha256_of(path) for path in files],
         "tokenizer": tokenizer.hash,
         "template": tokenizer.template_hash,
         "vocab_size": vocab_size,
@@ -112,13 +112,13 @@ def _of_shards(directory: Path, tokenizer: Tokenizer, vocab_size: int, max_token
     corpus = Corpus.concat(parts) if parts else Corpus.of([], vocab_size)
     if len(corpus) and int(corpus.token_ids.numpy().max()) >= vocab_size:
         raise ConfigError(f"A row in {directory} has an id beyond the {vocab_size} of model.name; make the rows anew.")
-    if not len(corpus) or int(corpus.lengths.max()) <= max_tokens:
+    if not len(corpus) or (int(corpus.lengths.max()) <= max_tokens and corpus.teaches.all()):
         return Found(corpus)
     return _cut(corpus, vocab_size, max_tokens)
 
 
 def _cut(corpus: Corpus, vocab_size: int, max_tokens: int) -> Found:
-    """The same rows, none of them longer."""
+    """The same rows, none of them longer, without those that teach nothing."""
     rows: list[TokenRow] = []
     found = Found(corpus)
     for r, (source, part, label) in enumerate(corpus.labels):

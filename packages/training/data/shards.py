@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from training.data.tokens import Corpus, TokenRow, name_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 
 
 class TokenShards:
@@ -64,9 +66,13 @@ class TokenShards:
     def _go_on(self) -> None:
         for leftover in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
             leftover.unlink()
-        files = sorted(self.directory.glob("shard-*.safetensors"))
+        files = sorted((path for path in self.directory.iterdir() if SHARD.fullmatch(path.name)), key=_number)
         if (self.directory / MANIFEST).exists():
-            before = read_manifest(self.directory)["origin"]
+            manifest = read_manifest(self.directory)
+            before = manifest["origin"]
+            for shard in manifest["shards"]:  # rows of one that is gone are made again; one that was changed stays no secret
+                if (self.directory / shard["file"]).exists():
+                    _check(self.directory, shard)
             for name in sorted(before.keys() | self._origin.keys()):
                 if before.get(name) != self._origin.get(name):
                     raise ConfigError(
@@ -113,7 +119,8 @@ class TokenShards:
         """Everything is durable when this returns."""
         if self._rows:
             corpus = Corpus.of(self._rows, self._vocab_size)
-            path = self.directory / f"shard-{len(self._shards):05d}.safetensors"
+            number = _number(Path(self._shards[-1]["file"])) + 1 if self._shards else 0  # behind the last, if some are missing
+            path = self.directory / f"shard-{number:05d}.safetensors"
             write_atomic(path, save(corpus.tensors()))
             self._enter(path, corpus)
             self._rows.clear()
@@ -154,11 +161,34 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); give another directory.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError(f"{path} is no manifest of format {FORMAT}; give another directory.")
+    shards = manifest.get("shards")
+    if not isinstance(manifest.get("origin"), dict) or not isinstance(shards, list) or not all(map(_names_a_shard, shards)):
+        raise ConfigError(f"{path} does not say what made its rows, or which shards there are; give another directory.")
     return manifest
+
+
+def _names_a_shard(entry: Any) -> bool:
+    """A file of the directory itself, and its hash."""
+    texts = (entry.get("file"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+    return all(isinstance(text, str) for text in texts) and SHARD.fullmatch(str(texts[0])) is not None
+
+
+def _number(path: Path) -> int:
+    match = SHARD.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _check(directory: Path, shard: Mapping[str, str]) -> Path:
+    """Where the shard lies. ConfigError if it is missing or changed."""
+    path = directory / shard["file"]
+    if not path.is_file() or sha256_of(path) != shard["sha256"]:
+        raise ConfigError(f"Shard {path} is not what its manifest says; restore it, or make the directory anew.")
+    return path
 
 
 def read_shard(path: Path) -> Corpus:
@@ -172,7 +202,4 @@ def read_shard(path: Path) -> Corpus:
 def read_shards(directory: Path) -> Iterable[Corpus]:
     """The shards that the manifest names, each held against its hash. ConfigError for one that is missing or changed."""
     for shard in read_manifest(directory)["shards"]:
-        path = directory / shard["file"]
-        if not path.is_file() or sha256_of(path) != shard["sha256"]:
-            raise ConfigError(f"Shard {path} is not what its manifest says; restore it, or make the directory anew.")
-        yield read_shard(path)
+        yield read_shard(_check(directory, shard))

@@ -103,6 +103,13 @@ class Corpus:
         start = int(self.row_offsets[row])
         return self.token_ids[start : start + int(self.lengths[row])].long()
 
+    @cached_property
+    def teaches(self) -> np.ndarray:
+        """bool [R]: what the function of that name says of each row."""
+        rows, firsts, stops = self.spans.numpy().astype(np.int64).T
+        does = stops - firsts >= np.where(firsts > 0, 2, 3)
+        return np.bincount(rows[does], minlength=len(self)) > 0
+
     def spans_of(self, row: int) -> tuple[Span, ...]:
         own = self.spans[int(self._span_offsets[row]) : int(self._span_offsets[row + 1]), 1:]
         return tuple((first, stop) for first, stop in own.tolist())
@@ -173,6 +180,8 @@ class Corpus:
         fits = self.token_ids.ndim == 1 and offsets.shape == (rows + 1,) and self.temperatures.shape == (rows,)
         if not fits or spans.ndim != 2 or spans.shape[1] != 3:
             raise FeatureError("its tensors do not fit each other")
+        if (self.token_ids.numpy() < 0).any():
+            raise FeatureError("an id of its tokens is below 0")
         sizes = np.diff(offsets)
         if offsets[0] != 0 or offsets[-1] != self.num_tokens or (sizes < 1).any():
             raise FeatureError("its row offsets are not those of its tokens")

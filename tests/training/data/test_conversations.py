@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -128,3 +129,28 @@ def test_files_are_a_file_a_directory_or_a_pattern(tmp_path: Path) -> None:
     assert names == {"c.txt": ["c.txt"], "": ["a.jsonl", "b.jsonl"], "?.jsonl": ["a.jsonl", "b.jsonl"]}
     with pytest.raises(ConfigError, match=r"data\.prompts is '.*x\*', and no file is there"):
         files_of("data.prompts", str(tmp_path / "x*"))
+
+
+def test_lines_without_id_of_several_files_are_different_ones(tmp_path: Path) -> None:
+    for name in ("a/x.jsonl", "b/x.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("\n".join(json.dumps({"turns": [f"{name} {n}"]}) for n in range(2)))
+    left_out: Counter[str] = Counter()
+    records = list(read("data.corpus", files_of("data.corpus", str(tmp_path / "*" / "x.jsonl")), left_out))
+    assert [record.id for record in records] == ["a/x.jsonl:1", "a/x.jsonl:2", "b/x.jsonl:1", "b/x.jsonl:2"]
+    assert not left_out
+
+
+def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for given in ("pipe.jsonl", ""):
+        with pytest.raises(ConfigError, match=r"pipe\.jsonl', which cannot be read \(it is no regular file\)"):
+            files_of("data.corpus", str(tmp_path / given))
+    with pytest.raises(ConfigError, match=r"which cannot be read \(it is not there\)"):
+        files_of("data.corpus", str(tmp_path / "absent.jsonl"))
+
+
+def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+    line = json.dumps({"turns": ["One?"]})
+    (tmp_path / "file.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\r\n".encode())
+    assert [record.id for record in read("data.corpus", [tmp_path / "file.jsonl"], Counter())] == ["1", "2"]

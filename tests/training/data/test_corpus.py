@@ -10,6 +10,8 @@ import pytest
 from runtime.errors import ConfigError
 from runtime.models import Tokenizer
 from training.data.corpus import Found, load_corpus
+from training.data.shards import TokenShards
+from training.data.tokens import TokenRow
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is so."}]
 
@@ -67,3 +69,13 @@ def test_a_corpus_that_teaches_nothing_is_refused(chats: Path, tokenizer: Tokeni
         load(chats, tokenizer, max_tokens=8)
     with pytest.raises(ConfigError, match="no file is there"):
         load(chats.with_name("absent*"), tokenizer)
+
+
+def test_rows_of_shards_that_teach_nothing_are_left_out(chats: Path, tokenizer: Tokenizer) -> None:
+    rows = [TokenRow("a", "", [1, 2, 3], ((1, 3),)), TokenRow("b", "", [1, 2], ((1, 2),)), TokenRow("c", "", [1], ())]
+    origin = {"vocabulary_hash": tokenizer.vocabulary_hash}
+    with TokenShards(chats.parent / "rows", origin, tokenizer.vocab_size, shard_tokens=1, flush_every_s=0.0) as shards:
+        shards.add(rows)
+    found, _ = load(chats.parent / "rows", tokenizer)
+    assert [found.corpus.name(r) for r in range(len(found.corpus))] == ["a"]
+    assert found.left_out == {"nothing_to_learn": 2}

@@ -71,7 +71,22 @@ def test_one_writer_and_one_origin(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 99}',
+        '{"format": 1, "shards": []}',
+        '{"format": 1, "origin": 5, "shards": []}',
+        '{"format": 1, "origin": {}, "shards": 5}',
+        '{"format": 1, "origin": {}, "shards": [5]}',
+        '{"format": 1, "origin": {}, "shards": [{"file": "shard-00000.safetensors"}]}',
+        '{"format": 1, "origin": {}, "shards": [{"file": "../shard-00000.safetensors", "sha256": ""}]}',
+        "[" * 100_000,
+    ],
+    ids=range(10),
+)
 def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match=r"manifest\.json"):
@@ -92,3 +107,25 @@ def test_a_shard_that_is_gone_or_changed_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="is not what its manifest says"):
         list(read_shards(tmp_path))
+
+
+def test_rows_of_a_missing_shard_are_made_again_and_no_other_shard_is_written_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as shards:
+        for n in range(0, 6, 2):
+            shards.add(rows(n, n + 1))
+    (tmp_path / "shard-00000.safetensors").unlink()
+    with opened(tmp_path) as shards:
+        assert [shards.is_known(f"p{n}#0") for n in range(6)] == [False, False, True, True, True, True]
+        shards.add(rows(0, 1))
+    assert names(tmp_path) == ["p2", "p3", "p4", "p5", "p0", "p1"]
+
+
+def test_a_changed_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    with opened(tmp_path) as shards:
+        shards.add(rows(0, 1))
+    [path] = tmp_path.glob("shard-*")
+    ids = Corpus.of(rows(0, 1), 100).token_ids.numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(ids, ids[::-1]))
+    assert read_shard(path)  # whole, as far as one can see
+    with pytest.raises(ConfigError, match="is not what its manifest says"):
+        opened(tmp_path)

@@ -67,6 +67,7 @@ def test_parts_make_a_whole_and_a_file_gives_it_back(shapes: list, data: st.Data
     [
         (lambda t: t.pop("spans"), "it holds"),
         (lambda t: t.update(token_ids=t["token_ids"].long()), "its token_ids are torch.int64"),
+        (lambda t: t.update(token_ids=t["token_ids"].int() - 9), "an id of its tokens is below 0"),
         (lambda t: t.update(labels=t["labels"][:-1]), "its labels are damaged"),
         (lambda t: t.update(temperatures=t["temperatures"][:-1]), "do not fit each other"),
         (lambda t: t.update(row_offsets=t["row_offsets"] + 1), "row offsets"),
@@ -88,6 +89,7 @@ def test_what_teaches() -> None:
     assert not teaches([(0, 2)])  # nothing before the first token, so nothing drafts the second
     assert teaches([(0, 3)])
     assert not teaches([(4, 5), (6, 7)])
+    assert Corpus.of([*ROWS, TokenRow("d", "", [1, 2, 3], ((0, 2),))], 100).teaches.tolist() == [True, False, False, False]
     assert clipped([(1, 3), (5, 9), (9, 12)], 7) == ((1, 3), (5, 7))
 
 

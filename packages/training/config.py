@@ -22,8 +22,10 @@ from runtime.config import (
     require_period,
     require_threads,
 )
+from training.capture.config import AnswersConfig
 from training.interchange.config import ExportConfig, InterchangeConfig
-from training.judging.config import EvaluateConfig
+from training.interleaved.config import ProducerConfig
+from training.judging.config import EvaluateConfig, GateConfig
 from training.learning.schedule import ScheduleConfig
 from training.reporting.config import TrackerConfig
 
@@ -79,29 +81,6 @@ class ScratchConfig:
     head: FirstHead = FirstHead.TARGET
     norm: FirstNorm = FirstNorm.TARGET
     conditioning: bool = True  # fc reads each channel multiplied by a power of two near 1/rms; folded in on export
-
-
-@dataclass
-class GateConfig:
-    """When a candidate may be published. It must beat what is served now on the same held-out rows, beyond chance."""
-
-    enabled: bool = True  # off: train and checkpoint, never publish
-    confidence: float = 0.95  # of the one-sided lower bound of the difference, which must be above 0
-    min_heldout_rows: int = 8  # fewer decide nothing
-    max_heldout_rows: int = 64  # the newest so many are evaluated
-    draft_tokens: int = 5  # chain length of the simulation: the server's speculation.max_draft_tokens
-    resamples: int = 2000
-    max_slice_loss: float = 0.03  # share of acceptance length that no slice of min_heldout_rows rows may lose; 1: any
-
-    def __post_init__(self) -> None:
-        require(0.5 <= self.confidence < 1.0, "trainer.gate.confidence", self.confidence, "at least 0.5 and below 1")
-        require(self.min_heldout_rows >= 2, "trainer.gate.min_heldout_rows", self.min_heldout_rows, "at least 2")
-        ok = self.max_heldout_rows >= self.min_heldout_rows
-        require(ok, "trainer.gate.max_heldout_rows", self.max_heldout_rows, "at least trainer.gate.min_heldout_rows")
-        require(1 <= self.draft_tokens <= 64, "trainer.gate.draft_tokens", self.draft_tokens, "between 1 and 64")
-        require(100 <= self.resamples <= 100_000, "trainer.gate.resamples", self.resamples, "between 100 and 100000")
-        ok = 0.0 <= self.max_slice_loss <= 1.0
-        require(ok, "trainer.gate.max_slice_loss", self.max_slice_loss, "between 0 and 1")
 
 
 @dataclass
@@ -231,69 +210,6 @@ class DataConfig:
         require(self.max_tokens >= 8, "data.max_tokens", self.max_tokens, "at least 8")
         ok = 0.0 <= self.heldout_fraction <= 0.5
         require(ok, "data.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
-
-
-@dataclass
-class ProducerConfig:
-    """How the target answers prompts in mode=interleaved, and how far it may run ahead of the trainer."""
-
-    max_rounds: int | None = 1  # times through the prompts; null: until the trainer ends
-    max_tokens: int = 256  # of an answer
-    temperature: float = 1.0
-    concurrency: int = 8  # answers at a time
-    swap_every_s: float = 30.0  # how old the drafter that speculates may become before the trainer's newest takes its place
-    heldout_fraction: float = 0.125  # of the prompts, for the gate
-    high_rows: int = 64  # not yet trained: the producer pauses there,
-    low_rows: int = 32  # and goes on here
-    high_mib: int = 1024
-    low_mib: int = 512
-    join_timeout_s: float = 30.0  # how long its thread may take to end
-
-    def __post_init__(self) -> None:
-        ok = self.max_rounds is None or self.max_rounds >= 1
-        require(ok, "producer.max_rounds", self.max_rounds, "at least 1, or null")
-        require(self.max_tokens >= 2, "producer.max_tokens", self.max_tokens, "at least 2: a shorter answer teaches nothing")
-        require(0.0 <= self.temperature <= 2.0, "producer.temperature", self.temperature, "between 0 and 2")
-        require(1 <= self.concurrency <= 1024, "producer.concurrency", self.concurrency, "between 1 and 1024")
-        require(self.swap_every_s >= 0, "producer.swap_every_s", self.swap_every_s, "0 or more seconds")
-        ok = 0.0 <= self.heldout_fraction <= 0.5
-        require(ok, "producer.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
-        for unit in ("rows", "mib"):
-            high, low = getattr(self, f"high_{unit}"), getattr(self, f"low_{unit}")
-            require(low >= 1, f"producer.low_{unit}", low, "at least 1")
-            require(high >= low, f"producer.high_{unit}", high, f"at least producer.low_{unit}")
-        ok = 0 < self.join_timeout_s <= 3600
-        require(ok, "producer.join_timeout_s", self.join_timeout_s, "more than 0 seconds and at most 3600")
-
-
-class Output(Choice):
-    FEATURES = "features"  # rows with hidden states into features.root, as mode=offline reads them
-    TOKENS = "tokens"  # shards of token ids alone, from which mode=offline computes the states as it goes
-
-
-@dataclass
-class AnswersConfig:
-    """What mode=capture makes of data.prompts."""
-
-    generate: bool = True  # false: the assistant's turns are taken as they stand in the conversations
-    temperatures: list[float] = field(default_factory=lambda: [0.0])  # one answer to each prompt for each of them
-    max_tokens: int = 256  # of an answer
-    concurrency: int = 64  # answers at a time
-    kv_budget_mib: int = 4096  # for the K/V of all of them
-    output: Output = Output.FEATURES
-    directory: str | None = None  # of the shards; null: tokens/<trainer.run_id> in the state directory
-    shard_tokens: int = 1_000_000  # a shard is written when it has so many,
-    flush_every_s: float = 60.0  # and after so long
-
-    def __post_init__(self) -> None:
-        ok = bool(self.temperatures) and all(0.0 <= each <= 2.0 for each in self.temperatures)
-        require(ok, "answers.temperatures", self.temperatures, "a list of at least one, each between 0 and 2")
-        require(self.max_tokens >= 2, "answers.max_tokens", self.max_tokens, "at least 2: a shorter answer teaches nothing")
-        require(1 <= self.concurrency <= 16384, "answers.concurrency", self.concurrency, "between 1 and 16384")
-        require(self.kv_budget_mib >= 16, "answers.kv_budget_mib", self.kv_budget_mib, "at least 16")
-        require_directory("answers.directory", self.directory)
-        require(self.shard_tokens >= 1, "answers.shard_tokens", self.shard_tokens, "at least 1")
-        require(0 <= self.flush_every_s <= 86400, "answers.flush_every_s", self.flush_every_s, "between 0 and 86400 seconds")
 
 
 @dataclass

@@ -21,8 +21,9 @@ from runtime.features.refs import SampleMeta
 from runtime.features.row import FeatureRow
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, make_tiny, resolve
-from training.config import DataConfig, GateConfig, TrainerConfig, TrainingConfig
+from training.config import DataConfig, TrainerConfig, TrainingConfig
 from training.data.batches import TrainingRow
+from training.judging.config import GateConfig
 from training.learning.target_weights import TargetWeights, load_target_weights
 
 V, VD, HT = 40, 24, 16

@@ -9,16 +9,10 @@ import pytest
 
 from runtime.config import Dtype, FeaturesConfig, ModelConfig, RegistryConfig
 from runtime.errors import ConfigError
-from training.config import (
-    AnswersConfig,
-    DataConfig,
-    GateConfig,
-    Mode,
-    ProducerConfig,
-    RemoteConfig,
-    TrainerConfig,
-    TrainingConfig,
-)
+from training.capture.config import AnswersConfig
+from training.config import DataConfig, Mode, RemoteConfig, TrainerConfig, TrainingConfig
+from training.interleaved.config import ProducerConfig
+from training.judging.config import GateConfig
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from runtime.errors import ConfigError
 from runtime.features.ledger import Ledger
 from training.app import run
-from training.config import AnswersConfig, Mode, Output, TrainingConfig
+from training.capture.config import AnswersConfig, Output
+from training.config import Mode, TrainingConfig
 from training.learning import checkpoint
 
 NUM_CHATS = 24

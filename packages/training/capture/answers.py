@@ -22,7 +22,7 @@ from runtime.errors import InvalidRequest
 from runtime.features.refs import unit_hash
 from runtime.models import Tokenizer
 from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, Switch, Tokens
-from training.config import AnswersConfig
+from training.capture.config import AnswersConfig
 from training.data.conversations import Span
 from training.data.encoding import NOTHING_TO_LEARN, REFUSED_BY_TEMPLATE, TOO_LONG
 from training.data.prompts import Prompt

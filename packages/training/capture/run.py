@@ -30,8 +30,9 @@ from runtime.features.plane import open_feature_plane
 from runtime.files import sha256_of
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
 from training.capture.answers import Answers
+from training.capture.config import Output
 from training.capture.features import FeatureSink
-from training.config import Output, TrainingConfig
+from training.config import TrainingConfig
 from training.data.conversations import files_of
 from training.data.corpus import encode_files
 from training.data.prompts import load_prompts

@@ -31,11 +31,11 @@ from runtime.features.ledger import Ledger
 from runtime.features.memory import MemoryStore
 from runtime.models import Tokenizer
 from training.assembly import Workshop, make_trainer
-from training.config import ProducerConfig
 from training.data.arrivals import ChannelArrivals
 from training.data.conversations import files_of
 from training.data.prompts import load_prompts
 from training.data.stream import OnlineStream
+from training.interleaved.config import ProducerConfig
 from training.interleaved.producer import Handover, PromptProducer, TurnBox
 from training.trainer import Trainer
 

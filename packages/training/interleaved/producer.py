@@ -33,9 +33,9 @@ from runtime.features.store import FeatureStore
 from runtime.features.tap import CapturedTurn
 from runtime.hidden_states import HiddenStates
 from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch
-from training.config import ProducerConfig
 from training.data.batches import supervised
 from training.data.prompts import Prompt
+from training.interleaved.config import ProducerConfig
 from training.learning.hedge import Learning
 
 LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop

@@ -1,4 +1,4 @@
-"""Settings of mode=evaluate. Imports no torch: the door reads it."""
+"""Settings of the gate and of mode=evaluate. Imports no torch: the door reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,32 @@ SHAPES = "chain-DEPTH or tree-DEPTH-NODES-WIDTH, such as chain-5 or tree-5-16-4"
 
 
 @dataclass
+class GateConfig:
+    """When a candidate may be published. It must beat what is served now on the same held-out rows, beyond chance."""
+
+    enabled: bool = True  # off: train and checkpoint, never publish
+    confidence: float = 0.95  # of the one-sided lower bound of the difference, which must be above 0
+    min_heldout_rows: int = 8  # fewer decide nothing
+    max_heldout_rows: int = 64  # the newest so many are evaluated
+    draft_tokens: int = 5  # chain length of the simulation: the server's speculation.max_draft_tokens
+    resamples: int = 2000
+    max_slice_loss: float = 0.03  # share of acceptance length that no slice of min_heldout_rows rows may lose; 1: any
+
+    def __post_init__(self) -> None:
+        require(0.5 <= self.confidence < 1.0, "trainer.gate.confidence", self.confidence, "at least 0.5 and below 1")
+        require(self.min_heldout_rows >= 2, "trainer.gate.min_heldout_rows", self.min_heldout_rows, "at least 2")
+        ok = self.max_heldout_rows >= self.min_heldout_rows
+        require(ok, "trainer.gate.max_heldout_rows", self.max_heldout_rows, "at least trainer.gate.min_heldout_rows")
+        require(1 <= self.draft_tokens <= 64, "trainer.gate.draft_tokens", self.draft_tokens, "between 1 and 64")
+        require(100 <= self.resamples <= 100_000, "trainer.gate.resamples", self.resamples, "between 100 and 100000")
+        ok = 0.0 <= self.max_slice_loss <= 1.0
+        require(ok, "trainer.gate.max_slice_loss", self.max_slice_loss, "between 0 and 1")
+
+
+@dataclass
 class EvaluateConfig:
+    """What mode=evaluate asks, and how its figures are made."""
+
     prompts: list[str] = field(default_factory=list)  # JSONL files; of each line the last question is asked, with its `category`
     drafter: str = "auto"  # active, embedded, none, ngram, a version, a run, a directory; auto: active, else embedded, else ngram
     against: str | None = None  # another one, for the difference between the two

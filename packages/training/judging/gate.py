@@ -26,10 +26,10 @@ from runtime.errors import DrafterRejected, FeatureError
 from runtime.features.leases import Leases, Rows
 from runtime.features.refs import SLICE_LABEL, SampleRef
 from runtime.registry import VersionRecord, VersionState
-from training.config import GateConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check, read_row
 from training.judging import bootstrap
+from training.judging.config import GateConfig
 from training.judging.simulation import Counts, TargetView, depth_acceptance, evaluate, evaluate_ngram, total
 
 logger = logging.getLogger(__name__)

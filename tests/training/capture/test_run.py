@@ -14,7 +14,8 @@ import torch
 from runtime.errors import ConfigError, FeatureBudgetExceeded
 from runtime.models import Tokenizer
 from training.app import run
-from training.config import AnswersConfig, Mode, Output, TrainingConfig
+from training.capture.config import AnswersConfig, Output
+from training.config import Mode, TrainingConfig
 from training.data.shards import read_manifest, read_shards
 from training.data.tokens import Corpus, sample_id_of
 

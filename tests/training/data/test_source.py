@@ -21,8 +21,9 @@ from runtime.errors import ConfigError, EngineUnavailable
 from runtime.registry import Origin, Registry, VersionState
 from runtime.rpc.drafters_client import DrafterClient
 from training.app import run
-from training.config import GateConfig, Mode, RemoteConfig, TrainingConfig
+from training.config import Mode, RemoteConfig, TrainingConfig
 from training.data.source import ServerVersions
+from training.judging.config import GateConfig
 from training.judging.gate import NGRAM, Baseline, Gate
 from training.learning.start import from_scratch, row_check
 

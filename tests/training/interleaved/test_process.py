@@ -17,7 +17,8 @@ import training.interleaved.loop
 from runtime.errors import ConfigError, EngineUnavailable, ProducerFailed
 from runtime.features.ledger import Ledger
 from training.app import run
-from training.config import Mode, ProducerConfig
+from training.config import Mode
+from training.interleaved.config import ProducerConfig
 from training.reporting.progress import METRICS_FILE
 
 SETTINGS = [

@@ -24,9 +24,9 @@ from runtime.features.memory import MemoryStore
 from runtime.features.tap import CapturedTurn
 from runtime.hidden_states import HiddenStates
 from runtime.models import Tokenizer
-from training.config import ProducerConfig
 from training.data.prompts import Prompt
 from training.interleaved import producer as producer_module
+from training.interleaved.config import ProducerConfig
 from training.interleaved.producer import HELDOUT, ROW, Handover, PromptProducer, Round, TurnBox, row_of
 from training.learning.start import from_scratch
 

@@ -15,7 +15,7 @@ from runtime.features.sampling import labelled
 from runtime.registry import Registry, VersionState
 from runtime.types import SamplingParams, SpeculationStats
 from training.app import run
-from training.config import GateConfig
+from training.judging.config import GateConfig
 from training.judging.gate import NGRAM, Baseline, Gate, lower_bound
 from training.judging.simulation import evaluate
 from training.learning.learner import Learner

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from runtime.config import require
+from runtime.devices import choose_device
 from runtime.errors import ConfigError
 from runtime.features.flow import Quantum, Watermarks
 from runtime.features.leases import Leases, Rows
@@ -155,14 +156,8 @@ def make_trainer(
 
 
 def _device(name: str, world: World) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device is {name!r}; it must be auto, cpu, cuda, or cuda:<number>.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name!r}, but no CUDA device is here; use model.device=cpu.")
+    """Of this process: where several train on CUDA, each has one of its own."""
+    device = choose_device(name)
     if device.type != "cuda" or world.size == 1:
         return device
     is_own = device == torch.device("cuda") and world.local_rank < torch.cuda.device_count()

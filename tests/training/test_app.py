@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from training.app import COMMANDS, run
 from training.config import Mode
 from training.reporting.config import TrackerKind
@@ -35,6 +35,12 @@ def test_figures_go_to_tensorboard_unless_told_otherwise(state: Any) -> None:
     state.add(range(8))
     assert run(state.config(mode=Mode.OFFLINE, trainer__max_steps=2)) == 0
     assert list((state.root / "training" / "default" / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99"])
+def test_a_device_that_cannot_be_had_is_refused(state: Any, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.device is '{device}'"):
+        run(state.config(mode=Mode.OFFLINE, model__device=device))
 
 
 def test_a_trainer_that_starts_again_waits_for_nothing_it_does_not_use() -> None:

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from runtime.backends import load_target
-from runtime.backends.transformers.loading import choose_device
 from runtime.backends.transformers.packed import load_packed
 from runtime.config import DrafterConfig, SessionsConfig, StoreKind, require
+from runtime.devices import choose_device
 from runtime.engine.build import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError

@@ -21,7 +21,8 @@ from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
 from runtime.config import BackendConfig, Dtype, ModelConfig, Numerics
-from runtime.errors import ConfigError, ModelError
+from runtime.devices import choose_device
+from runtime.errors import ModelError
 from runtime.hidden_states import default_aux_layer_ids
 from runtime.linear import can_pack, pack_linears
 from runtime.models import ResolvedModel, Tokenizer
@@ -93,23 +94,6 @@ def build(
     if is_invariant:
         check_invariance(target)
     return target
-
-
-def choose_device(device: str) -> torch.device:
-    """The device of a setting; `auto` is CUDA where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<index>.") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<index>.")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"model.device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu."
-        )
-    return chosen
 
 
 def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.backends.transformers.loading import choose_device, choose_dtype, load
+from runtime.backends.transformers.loading import choose_dtype, load
 from runtime.config import BackendConfig, Dtype, ModelConfig
-from runtime.errors import ConfigError, ModelError
+from runtime.errors import ModelError
 from runtime.models import ResolvedModel
 
 
@@ -27,24 +27,11 @@ def _restores_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_dtype_and_device_by_default() -> None:
+def test_dtype_by_default() -> None:
     assert choose_dtype(Dtype.AUTO, torch.device("cpu")) is torch.float32
     assert choose_dtype(Dtype.AUTO, torch.device("cuda")) is torch.bfloat16
     assert choose_dtype(Dtype.BFLOAT16, torch.device("cpu")) is torch.bfloat16
     assert choose_dtype(Dtype.FLOAT32, torch.device("cuda")) is torch.float32
-    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert choose_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:", ""])
-def test_a_device_that_is_none_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.device is '{device}'; it must be auto, cpu, cuda or cuda:<index>"):
-        choose_device(device)
-
-
-def test_a_device_that_is_absent_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.device is 'cuda:99', but torch sees"):
-        choose_device("cuda:99")
 
 
 @pytest.mark.usefixtures("_restores_threads")

@@ -150,8 +150,11 @@ def dialect_of(raw: Mapping[str, Any]) -> Dialect:
     return Dialect.SLIPSTREAM if LAYER_IDS in raw else Dialect.SGLANG
 
 
-def check_files(directory: Path) -> None:
-    """A directory of its own files: config.json and one model.safetensors, no link that leads out, and no pickle instead."""
+def check_files(directory: Path, *others: str) -> None:
+    """A directory of its own files: config.json and one model.safetensors, no link that leads out, and no pickle instead.
+
+    others: names of files that may be there too.
+    """
     if not directory.is_dir():
         raise rejected(
             RejectReason.UNREADABLE, f"{directory} is no directory; give the one that holds the drafter's config.json."
@@ -166,14 +169,16 @@ def check_files(directory: Path) -> None:
                 RejectReason.UNREADABLE, f"{directory} has its weights in several files; save them as one {WEIGHTS_FILE}."
             )
     root = directory.resolve()
-    for path in (directory / CONFIG_FILE, weights):
+    there = [path for path in map(directory.joinpath, others) if path.exists() or path.is_symlink()]
+    for path in (directory / CONFIG_FILE, weights, *there):
         real = path.resolve()
         if not real.is_relative_to(root):
             raise rejected(
                 RejectReason.OUTSIDE, f"{path} is a link out of its directory, to {real}; copy the file itself to its place."
             )
         if not real.is_file():
-            raise rejected(RejectReason.UNREADABLE, f"{path} cannot be read: there is no such file.")
+            what = "it is no regular file" if real.exists() else "there is no such file"
+            raise rejected(RejectReason.UNREADABLE, f"{path} cannot be read: {what}.")
     with weights.open("rb") as file:
         if file.read(4).startswith(_PICKLE_STARTS):
             raise _pickle(weights)
@@ -201,7 +206,7 @@ def _check_verifier(raw: Mapping[str, Any], weights: Path, verifier: Verifier) -
     speculators = raw.get("speculators_config")
     named = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     architectures = named.get("architectures") if isinstance(named, Mapping) else None
-    if architectures and list(architectures) != list(verifier.architectures):
+    if architectures and architectures != list(verifier.architectures):
         raise rejected(
             RejectReason.TARGET_FINGERPRINT,
             f"The drafter was made for a target of architectures {architectures}; {verifier.name} is "

@@ -48,14 +48,15 @@ class FeatureSink:
             self.flush()
 
     def flush(self) -> None:
-        """Everything is stored when this returns."""
+        """Everything is stored when this returns. The last row first: whoever goes on looks for the first one of a dialogue, and
+        finds it only if the others are there too."""
         if not self._rows:
             return
         corpus = Corpus.of(self._rows, self._target.vocab_size)
         read = Prefill(self._forward, corpus, self._max_batch_tokens).rows(range(len(corpus)))
-        for row, found in zip(self._rows, read, strict=True):
-            self._store_row(row, found.features)
-        self._rows.clear()
+        while self._rows:
+            self._store_row(self._rows[-1], read.pop().features)
+            self._rows.pop()
         self._num_tokens = 0
 
     def _store_row(self, row: TokenRow, features: FeatureRow) -> None:

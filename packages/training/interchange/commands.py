@@ -146,7 +146,7 @@ def _registry(config: TrainingConfig, state_dir: Path) -> Registry:
 
 def _manifest_of(path: Path, target: _Target) -> Manifest | None:
     """What a version of ours says about itself, once its files are the ones it speaks of."""
-    check_files(path)
+    check_files(path, MANIFEST_FILE)
     if not (path / MANIFEST_FILE).exists():
         return None
     validate(path, target.info, target.weights.embedding)

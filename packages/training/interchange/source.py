@@ -73,7 +73,7 @@ def find_drafter(
                 f"{setting} is {word!r}; it must be active, embedded, a version of {registry.root}, a run of {runs} with a "
                 "checkpoint, or a checkpoint directory."
             )
-        manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).exists() else None
+        manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).is_file() else None
         yield Found(directory, manifest, *((None, None) if manifest is None else _made_by(manifest.version, runs)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -142,6 +143,13 @@ def test_nothing_is_registered_if_that_is_not_wanted(desk: Desk, checkpoint: Pat
         (lambda d: edit(d, max_position_embeddings=16), "MAX_POSITIONS"),
         (lambda d: edit(d, eagle_config=None, eagle_aux_hidden_state_layer_ids=[1, 2, 3]), "LAYER_IDS"),
         (lambda d: edit(d, vocab_size=1000), "VOCABULARY"),
+        (lambda d: edit(d, speculators_config={"verifier": {"architectures": 5}}), "TARGET_FINGERPRINT"),
+        (lambda d: edit(d, num_hidden_layers=10**9), "CONFIG"),
+        (lambda d: edit(d, rms_norm_eps=float("nan")), "CONFIG"),
+        (lambda d: edit(d, intermediate_size=10**40), "CONFIG"),
+        (lambda d: (d / "config.json").write_text('{"a":' * 100_000), "UNREADABLE"),
+        (lambda d: os.mkfifo(d / "manifest.json"), "UNREADABLE"),
+        (lambda d: (d / "manifest.json").symlink_to("/dev/zero"), "OUTSIDE"),
     ],
 )
 def test_what_is_refused_leaves_no_trace(desk: Desk, checkpoint: Path, damage: Callable[[Path], object], reason: str) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 TEMPORARY_PREFIX = ".tmp-"  # names that no reader ever takes for finished work
 FILE_MODE = 0o644  # temporary files and directories, and those of safetensors, are made private; finished ones are not
@@ -94,6 +94,18 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def hold(path: Path) -> TextIO:
+    """Open a file for appending and hold its lock without waiting for it, until it is closed or the process dies.
+    BlockingIOError if somebody else holds it."""
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def sha256_of(path: Path) -> str:

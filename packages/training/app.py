@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +29,7 @@ from runtime.features.leases import Leases, LiveRows
 from runtime.features.ledger import Ledger
 from runtime.features.plane import open_feature_plane
 from runtime.features.store import FeatureStore
-from runtime.files import TEMPORARY_PREFIX
+from runtime.files import hold, remove_leftovers
 from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
@@ -114,7 +112,7 @@ def _follow(config: TrainingConfig, state_dir: Path, run_dir: Path, stop: thread
 
 def _lead(config: TrainingConfig, state_dir: Path, run_dir: Path, console: Console, stop: threading.Event, world: World) -> None:
     with _only_one(run_dir, config.trainer.name):
-        _clean(run_dir)
+        remove_leftovers(run_dir)  # candidates that a killed process left half-made
         provenance(run_dir, config)
         passes = config.data.passes if config.mode is Mode.OFFLINE else None
         tracker, ends = Sink(config.tracker, run_dir), Ends(config.trainer.max_steps, config.trainer.max_time_s, passes)
@@ -246,13 +244,13 @@ def _take_a_modest_share(config: TrainingConfig, world: World) -> None:
 def _only_one(run_dir: Path, run_id: str) -> Iterator[None]:
     """One process per run; the lock goes with the process, however that ends."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"trainer.run_id is {run_id!r}, and another process is training that run; stop it, or use another run_id."
-            ) from error
+    try:
+        file = hold(run_dir / ".lock")
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"trainer.run_id is {run_id!r}, and another process is training that run; stop it, or use another run_id."
+        ) from error
+    with file:
         yield
 
 
@@ -273,9 +271,3 @@ def _stopping(signals: Sequence[signal.Signals], stop: threading.Event) -> Itera
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-
-
-def _clean(run_dir: Path) -> None:
-    """Candidates that a killed process left half-made."""
-    for leftover in run_dir.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)

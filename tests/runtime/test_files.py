@@ -13,6 +13,7 @@ import pytest
 
 from runtime.files import (
     dump_json,
+    hold,
     locked,
     move_directory,
     remove_leftovers,
@@ -138,6 +139,21 @@ def test_the_lock_keeps_threads_and_processes_apart_and_dies_with_its_holder(tmp
         assert not entered.wait(0.1)
     assert entered.wait(10)
     thread.join()
+
+
+def test_a_held_file_is_refused_to_others_until_its_holder_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text("kept\n")
+    with hold(path) as held:
+        for _ in range(2):
+            with pytest.raises(BlockingIOError):
+                hold(path)
+        held.write("added\n")
+    with hold(path):
+        assert path.read_text() == "kept\nadded\n"
+    script = "import sys; from pathlib import Path; from runtime.files import hold\nhold(Path(sys.argv[1]))"
+    with hold(path):
+        assert b"BlockingIOError" in subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True).stderr
 
 
 def test_hashes_of_files(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ manifest holds counts and hashes, and the `origin`: the settings that all rows o
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import time
@@ -16,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from runtime.errors import ConfigError, FeatureError
-from runtime.files import TEMPORARY_PREFIX, dump_json, sha256_of, write_atomic
+from runtime.files import TEMPORARY_PREFIX, dump_json, hold, sha256_of, write_atomic
 from training.data.tokens import Corpus, TokenRow, name_of
 
 FORMAT = 1
@@ -142,14 +141,11 @@ class TokenShards:
         self._lock.close()
 
 
-def _hold(directory: Path) -> Any:
-    file = (directory / ".lock").open("a")
+def _hold(directory: Path) -> TextIO:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hold(directory / ".lock")
     except BlockingIOError as error:
-        file.close()
         raise ConfigError(f"Another process is writing rows into {directory}; stop it, or give another directory.") from error
-    return file
 
 
 def is_shard_directory(path: Path) -> bool:

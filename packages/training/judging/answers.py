@@ -7,7 +7,6 @@ tells the figures of its beginning too.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import queue
@@ -22,6 +21,7 @@ from pathlib import Path
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
 from runtime.features.refs import unit_hash
+from runtime.files import hold
 from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch, Tokens
 from training.judging.questions import Question
 
@@ -103,11 +103,9 @@ class AnswerLog:
 
     def __init__(self, path: Path) -> None:
         """ConfigError if another process writes there."""
-        self._file = path.open("a", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = hold(path)
         except BlockingIOError as error:
-            self._file.close()
             raise ConfigError(
                 f"evaluate.out is {str(path.parent)!r}, and another process is evaluating there; wait for it, or use another one."
             ) from error

@@ -33,7 +33,7 @@ from training.capture.answers import Answers
 from training.capture.config import Output
 from training.capture.features import FeatureSink
 from training.config import TrainingConfig
-from training.data.conversations import files_of
+from training.data.conversations import by_reason, files_of
 from training.data.corpus import encode_files
 from training.data.prompts import load_prompts
 from training.data.shards import TokenShards
@@ -78,9 +78,7 @@ class Made:
     def told(self) -> str:
         parts = [f"{self.rows} rows of {self.tokens} tokens, {self.generated_tokens} of them to learn from"]
         parts += [f"{self.found} were there already"] if self.found else []
-        parts += [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(self.truncated.items())]
-        parts += [f"{count} left out: {reason.replace('_', ' ')}" for reason, count in sorted(self.left_out.items())]
-        return ", ".join(parts)
+        return ", ".join(parts + by_reason(self.left_out, self.truncated))
 
 
 def capture(config: TrainingConfig, state_dir: Path, console: Console, stop: threading.Event) -> int:

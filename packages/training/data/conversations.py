@@ -126,6 +126,12 @@ def read(
                 left_out[reason] += 1
 
 
+def by_reason(left_out: Mapping[str, int], truncated: Mapping[str, int] | None = None) -> list[str]:
+    """What became of lines and rows, in words for a summary: "2 truncated", "3 left out: too long"."""
+    cut = [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted((truncated or {}).items())]
+    return cut + [f"{count} left out: {reason.replace('_', ' ')}" for reason, count in sorted(left_out.items())]
+
+
 def _text(setting: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -21,7 +21,7 @@ from runtime.errors import ConfigError, FeatureError
 from runtime.files import sha256_of, write_atomic
 from runtime.models import Tokenizer, absolute
 from training.data import conversations, shards
-from training.data.conversations import Report
+from training.data.conversations import Report, by_reason
 from training.data.encoding import NOTHING_TO_LEARN, TOO_LONG, TRUNCATED, Encoder
 from training.data.tokens import Corpus, TokenRow, clipped, teaches
 
@@ -41,9 +41,7 @@ class Found:
     def told(self) -> str:
         """One line for a summary."""
         parts = [f"{len(self.corpus)} rows of {self.corpus.num_tokens} tokens, {self.corpus.num_generated} of them to learn from"]
-        parts += [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(self.truncated.items())]
-        parts += [f"{count} left out: {reason.replace('_', ' ')}" for reason, count in sorted(self.left_out.items())]
-        return ", ".join(parts)
+        return ", ".join(parts + by_reason(self.left_out, self.truncated))
 
 
 def load_corpus(given: str, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, cache: Path, report: Report) -> Found:

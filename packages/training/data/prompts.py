@@ -15,7 +15,7 @@ from typing import Any
 from runtime.errors import ConfigError
 from runtime.models import Tokenizer
 from training.data import conversations
-from training.data.conversations import Conversation, Report
+from training.data.conversations import Conversation, Report, by_reason
 from training.data.encoding import TOO_LONG, Encoder
 
 
@@ -54,7 +54,7 @@ def load_prompts(
         else:
             prompts.append(Prompt(record.id, tuple(token_ids), record.slice))
     if not prompts:
-        left_out = ", ".join(f"{reason} {count}" for reason, count in encoder.left_out.items()) or "no line in them"
+        left_out = ", ".join(by_reason(encoder.left_out)) or "no line in them"
         names = ", ".join(str(path) for path in files)
         raise ConfigError(f"{setting} names {names}, which leaves nothing to ask ({left_out}); give another file.")
     return prompts, encoder.left_out

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.errors import ConfigError
 from runtime.files import sha256_of
 from runtime.models import Tokenizer
-from training.data.conversations import Conversation, files_of, read
+from training.data.conversations import Conversation, by_reason, files_of, read
 from training.data.encoding import TOO_LONG, Encoder
 
 SETTING = "evaluate.prompts"
@@ -70,6 +70,6 @@ def _suite(file: Path, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, p
         for question in (group if per_category is None else rng.sample(group, min(per_category, len(group))))
     ]
     if not chosen:
-        left_out = ", ".join(f"{reason} {count}" for reason, count in encoder.left_out.items()) or "no line in it"
+        left_out = ", ".join(by_reason(encoder.left_out)) or "no line in it"
         raise ConfigError(f"{SETTING} names {str(file)!r}, which leaves nothing to ask ({left_out}); give another file.")
     return Suite(file.stem, sha256_of(file), tuple(chosen), dict(encoder.left_out))

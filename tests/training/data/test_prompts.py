@@ -61,7 +61,7 @@ def test_tools_are_shown_to_the_target(tmp_path: Path, tokenizer: Tokenizer) -> 
     template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}{% for each in messages %}{{ each.content }}{% endfor %}"
     path = tmp_path / "prompts"
     path.write_text(json.dumps({"conversations": [QUESTION], "tools": [{"name": "search"}]}))
-    with pytest.raises(ConfigError, match="no_place_for_tools 1"):
+    with pytest.raises(ConfigError, match="1 left out: no place for tools"):
         load_prompts([path], tokenizer, tokenizer.vocab_size, 1000)
     tokenizer._pretrained.chat_template = template
     [prompt], _ = load_prompts([path], tokenizer, tokenizer.vocab_size, 1000)
@@ -80,7 +80,7 @@ def test_what_cannot_be_asked_is_counted_with_its_reason(tmp_path: Path, tokeniz
 
 
 def test_files_that_leave_nothing_to_ask_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"leaves nothing to ask \(nothing_asked 1\)"):
+    with pytest.raises(ConfigError, match=r"leaves nothing to ask \(1 left out: nothing asked\)"):
         load_prompts([write(tmp_path / "prompts", [])], tokenizer, tokenizer.vocab_size, 1000)
     with pytest.raises(ConfigError, match=r"absent', which cannot be read \(.*No such file"):
         load_prompts([tmp_path / "absent"], tokenizer, tokenizer.vocab_size, 1000)

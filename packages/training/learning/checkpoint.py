@@ -2,13 +2,14 @@
 
     <run dir>/checkpoints/step-00000120/{state.safetensors, state.json}
 
-state.json carries the hash of the tensors, so a damaged checkpoint is noticed before anything is built from it. Which
+state.json carries the hash of the tensors and its own, so a damaged checkpoint is noticed before anything is built from it. Which
 checkpoint counts is the ledger's to say: a directory that it does not know is a leftover. Nothing is ever replaced: a step
 that is saved again goes to step-00000120.01, and until the ledger knows of that, the one before it counts. Knows no network.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -25,7 +26,8 @@ from runtime.files import dump_json, move_directory, sha256_of, temporary_direct
 
 TENSORS_FILE = "state.safetensors"
 STATE_FILE = "state.json"
-FORMAT = 1
+FORMAT = 2
+OWN_HASH = "state_sha256"  # of everything else in state.json
 
 
 def save(parent: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
@@ -33,7 +35,8 @@ def save(parent: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Ma
     with temporary_directory(parent) as unfinished:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, unfinished / TENSORS_FILE)
         digest = sha256_of(unfinished / TENSORS_FILE)
-        (unfinished / STATE_FILE).write_bytes(dump_json({"format": FORMAT, "sha256": digest, **state}))
+        told = {"format": FORMAT, "sha256": digest, **state}
+        (unfinished / STATE_FILE).write_bytes(dump_json({**told, OWN_HASH: _hash_of(told)}))
         directory = _free_place(parent, step)
         move_directory(unfinished, directory)
     return directory
@@ -45,10 +48,12 @@ def load(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise _damaged(directory, f"{STATE_FILE} is not of format {FORMAT}")
+        if state.pop(OWN_HASH) != _hash_of(state):
+            raise _damaged(directory, f"{STATE_FILE} does not have the recorded hash")
         if sha256_of(directory / TENSORS_FILE) != state["sha256"]:
             raise _damaged(directory, f"{TENSORS_FILE} does not have the recorded hash")
         return load_file(directory / TENSORS_FILE), state
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
         if isinstance(error, ModelError):
             raise
         raise _damaged(directory, str(error)) from error
@@ -62,6 +67,10 @@ def prune(parent: Path, keep: int, current: Path) -> None:
     for entry in parent.iterdir():
         if entry not in finished[-keep:]:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _hash_of(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(dump_json(state)).hexdigest()
 
 
 def _free_place(parent: Path, step: int) -> Path:

@@ -46,7 +46,7 @@ def test_prune_keeps_the_newest_and_removes_leftovers(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no json", "gone"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no json", "gone", "another number"])
 def test_damaged_checkpoint_is_one_clear_sentence(state, damage: str) -> None:
     state.add(range(8))
     run(state.config(trainer__max_steps=2))
@@ -59,6 +59,8 @@ def test_damaged_checkpoint_is_one_clear_sentence(state, damage: str) -> None:
         tensors.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
     elif damage == "no json":
         described.write_text("{")
+    elif damage == "another number":
+        described.write_text(described.read_text().replace('"num_steps": 2', '"num_steps": 3'))
     else:
         described.unlink()
     with pytest.raises(ModelError, match=r"Checkpoint .* cannot be used: .*\. Start another run"):

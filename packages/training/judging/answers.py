@@ -102,17 +102,33 @@ class AnswerLog:
     """The answers that there are, in a file that is only appended to."""
 
     def __init__(self, path: Path) -> None:
-        """ConfigError if another process writes there."""
+        """ConfigError if another process writes there, or what lies there is no answer."""
         try:
             self._file = hold(path)
         except BlockingIOError as error:
             raise ConfigError(
                 f"evaluate.out is {str(path.parent)!r}, and another process is evaluating there; wait for it, or use another one."
             ) from error
+        self.answers: dict[tuple[Pass, str, str], Answer] = {}
+        try:
+            self._read(path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, path: Path) -> None:
         data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)  # a line that a killed process left half-written
-        answers = (Answer(**json.loads(line)) for line in data.decode().split("\n")[:-1])
-        self.answers: dict[tuple[Pass, str, str], Answer] = {answer.key: answer for answer in answers}
+        end = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:end].split(b"\n")[:-1], 1):
+            try:
+                answer = Answer(**json.loads(line))
+                self.answers[answer.key] = answer
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path}:{number} is no answer of an evaluation ({error}); remove the line, and its question is asked "
+                    "again, or give another evaluate.out."
+                ) from error
+        os.truncate(path, end)  # a line that a killed process left half-written
 
     def add(self, answer: Answer) -> None:
         self._file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")

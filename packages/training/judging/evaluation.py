@@ -291,7 +291,7 @@ def _directory(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "settings.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _settings_of(path)
         changed = [name for name, value in decisive.items() if before.get(name) != value]
         if changed:
             name = changed[0]
@@ -301,3 +301,13 @@ def _directory(
             )
     write_atomic(path, dump_json(decisive))
     return out
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); restore it, or give another evaluate.out.") from error
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} holds {type(before).__name__}, not an object; restore it, or give another evaluate.out.")
+    return before

@@ -76,6 +76,19 @@ def test_a_log_goes_on_behind_a_line_cut_short(tmp_path: Path) -> None:
     log.close()
 
 
+@pytest.mark.parametrize("damage", ["{", '{"drafter": "ngram"}', "[]", "5", "\xff", "[" * 100_000], ids=range(6))
+def test_a_line_that_is_no_answer_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    log = AnswerLog(path)
+    log.add(make_answer([1, 2], [0], "first"))
+    log.close()
+    text = path.read_text() + damage + "\n"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"answers\.jsonl:2 is no answer of an evaluation"):
+        AnswerLog(path)
+    assert path.read_text(encoding="latin-1") == text
+
+
 QUESTIONS = [Question("s", str(number), "c", (3 + number, 40, 9, 40, 9, 40)) for number in range(6)]
 
 

@@ -133,6 +133,15 @@ def test_answers_to_something_else_are_not_mixed_in(state, prompts: Path, tmp_pa
     assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=range(3))
+def test_a_directory_whose_settings_are_damaged_is_refused(state, prompts: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "settings.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"settings\.json .*give another evaluate\.out"):
+        run(settings(state, prompts, out=str(tmp_path / "out")), state)
+    assert (tmp_path / "out" / "settings.json").read_text() == text
+
+
 def test_an_answer_that_is_not_the_targets_own_is_told_and_fails(
     state, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def main(
         composed.append((config, tuple(given), job.mode is RunMode.MULTIRUN))
 
     try:
-        with _quiet_hydra(config_name, schema), _short_usage():
+        with _quiet_hydra(config_name, schema), _short_usage(), _multirun_anywhere():
             hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(take)()
         jobs = [Job(_checked(one, schema), overrides) for one, overrides, _ in composed]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -135,6 +135,18 @@ def _quiet_hydra(config_name: str, schema: type) -> Iterator[None]:
                 del os.environ["HYDRA_FULL_ERROR"]
             else:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _multirun_anywhere() -> Iterator[None]:
+    """argparse takes a flag before all settings or behind them, not between them."""
+    given = sys.argv
+    flags = [each for each in given[1:] if each in ("--multirun", "-m")]
+    sys.argv = [given[0], *flags, *(each for each in given[1:] if each not in flags)]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 @contextmanager

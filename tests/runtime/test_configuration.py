@@ -179,6 +179,13 @@ def test_multirun_runs_one_after_the_other_and_keeps_the_first_failure(door: Doo
     assert (answer.code, answer.stdout, answer.stderr) == (3, "", "")
 
 
+def test_multirun_may_stand_between_the_settings(door: Door) -> None:
+    answer = door("model=tiny", "--multirun", "speculation.max_draft_tokens=0,3")
+    assert answer.stderr == ""
+    assert [config.speculation.max_draft_tokens for config in answer.configs] == [0, 3]
+    assert sys.argv[3:] == ["model=tiny", "--multirun", "speculation.max_draft_tokens=0,3"], "provenance tells what was written"
+
+
 def test_multirun_can_be_one_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trial.yaml").write_text(PRIMARY)
     swept: list[configuration.Job[Trial]] = []

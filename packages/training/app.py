@@ -149,7 +149,13 @@ def train(shop: Workshop) -> None:
             _note(shop, live_rows_of=str(shop.config.features.root or shop.state_dir / "features"))
             make_trainer(shop, store, ledger).fit(_online(shop, store, ledger))
         else:
-            _note(shop, features=origins.of_rows(ledger.trainable()))
+            trainable = ledger.trainable()
+            if not trainable:
+                raise ConfigError(
+                    "There are no rows with features to learn from; make some with mode=capture, or name conversations or token "
+                    "rows with data.corpus=..."
+                )
+            _note(shop, features=origins.of_rows(trainable))
             make_trainer(shop, store, ledger).fit(_offline(shop, store, ledger))
 
 

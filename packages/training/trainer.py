@@ -93,6 +93,7 @@ class Trainer:
         self._registry_poll_s = registry_poll_s
         self._looked_at = 0.0
         self._began_at = time.monotonic()
+        self._began_step = 0
         self._idle_since: float | None = None  # None: not waiting for rows
         self._saved = _Clock()
         self._judged = _Clock()
@@ -113,6 +114,7 @@ class Trainer:
 
     def _loop(self, learner: Learning) -> None:
         self._idle_since = None
+        self._began_step = learner.num_steps
         self._saved.reset(learner.num_steps)
         self._judged.reset(learner.num_steps)
         while not self._is_over(learner):
@@ -194,8 +196,10 @@ class Trainer:
 
     def _judge_exported(self, learner: Learning, candidate: Path) -> None:
         verdict = self._gate.judge(candidate, learner.num_heads)
-        self._progress.judged(learner.num_steps, verdict)
-        if verdict is not None:
+        if verdict is None:
+            self._progress.not_judged(learner.num_steps, self._gate.num_heldout(), self._config.gate.min_heldout_rows)
+        else:
+            self._progress.judged(learner.num_steps, verdict)
             self._metrics = verdict.metrics
         [publishes] = self._decide(verdict is not None and verdict.is_better and self._config.gate.enabled)
         if verdict is not None and publishes:
@@ -215,12 +219,15 @@ class Trainer:
     def _end(self, learner: Learning) -> None:
         if learner.num_steps > self._saved.at_step:
             self._save(learner)
-        if self._is_stopped():
-            return
-        if learner.num_steps > self._judged.at_step:
-            self._judge(learner)
-        if self._world.is_first:
-            self._settle()
+        is_stopped = self._is_stopped()
+        if not is_stopped:
+            if learner.num_steps > self._judged.at_step:
+                self._judge(learner)
+            if self._world.is_first:
+                self._settle()
+        has_learned = learner.num_steps > self._began_step
+        published = self._gate.last_published
+        self._progress.ended(self._config.name, learner.num_steps, published, is_stopped=is_stopped, has_learned=has_learned)
 
     def _settle(self) -> None:
         deadline = time.monotonic() + self._config.settle_s
@@ -295,6 +302,7 @@ class Trainer:
             is_full, is_live = self._world.any(len(rows) == max_rows, self._stream.is_live)
             if seen >= num_tokens or is_full or not is_live or self._is_over(None):
                 return [] if self._is_stopped() else rows
+            self._progress.gathering(round(seen), num_tokens)
             self._sleep()
 
     def _sleep(self) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from runtime.configuration import Job
 from training.config import Mode, TrainerConfig, TrainingConfig
-from training.reporting.comparison import Outcome, best
+from training.reporting.comparison import Outcome, best, compare
 from training.reporting.history import History
 from training.sweep import MAX_ID, with_ids
 
@@ -75,6 +78,18 @@ def test_the_best_is_judged_on_held_out_rows_where_any_was() -> None:
     assert best([outcome("a", None, None)]) is None
     assert best([outcome("a", 2.0, None), outcome("b", 3.0, None)]) == outcome("b", 3.0, None)
     assert best([outcome("a", 2.0, 1.5), outcome("b", 3.0, None), outcome("c", 1.0, 1.6)]) == outcome("c", 1.0, 1.6)
+
+
+def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(tmp_path: Path) -> None:
+    changed = "trainer.learning_rate=0.001"
+    runs = [(Outcome.of("default-learning_rate_0.001", History(), changed, "finished", None), History())]
+    for width, has_all in ((80, False), (200, True)):
+        screen = io.StringIO()
+        compare(runs, tmp_path, Console(file=screen, width=width))
+        assert changed in screen.getvalue(), "in one piece"
+        assert "held-out" in screen.getvalue()
+        assert ("began with" in screen.getvalue()) == has_all
+    assert "began with" in (tmp_path / "sweep.md").read_text()
 
 
 def command(state, *settings: str) -> list[str]:

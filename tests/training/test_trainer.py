@@ -233,5 +233,19 @@ def test_a_draft_vocabulary_beyond_the_targets_is_refused(state) -> None:
 
 def test_a_run_without_rows_says_so(state, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    train(state.config(mode=Mode.OFFLINE))
+    train(state.config(trainer__max_time_s=0.1))
     assert "the run is over before there were rows to learn from" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"no rows with features to learn from; make some with mode=capture, or name .* data\.corpus"
+    ):
+        run(state.config(mode=Mode.OFFLINE))
+
+
+def test_the_last_word_of_a_run_says_where_its_drafter_is(state, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state.add(range(4))
+    config = state.config(mode=Mode.OFFLINE, trainer__max_steps=2)
+    train(config)
+    assert "the run is over at step 2; it has published no version; mode=export export.drafter=default writes" in caplog.text
+    train(config)
+    assert "run default had ended before, at step 2: raise data.passes, trainer.max_steps" in caplog.text

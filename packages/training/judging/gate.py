@@ -189,6 +189,10 @@ class Gate:
             return None
         return total(evaluate(model, rows, self._config.draft_tokens, self._target)).mean_acceptance_length
 
+    def num_heldout(self) -> int:
+        """Held-out rows that candidates are compared on now."""
+        return len(self._heldout())
+
     def judge(self, candidate: Path, num_compared: int = 1) -> Verdict | None:
         """The candidate in this directory against the baseline; None while there are too few held-out rows to say anything.
         num_compared: of how many it is the best on the same rows; the bound allows for all of them."""

@@ -34,6 +34,16 @@ COLUMNS = (
     ("held-out rows", "{:.0f}"),
     ("published", "{}"),
 )
+WIDE = 160  # characters of a terminal, from which on all columns are shown
+MIN_WIDTH = 28  # of a column with so much to say
+NARROW = {
+    "changed",
+    "steps",
+    "loss at the end",
+    "acceptance length, training rows",
+    "acceptance length, held-out rows",
+    "published",
+}
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,21 @@ def compare(runs: Sequence[tuple[Outcome, History]], directory: Path, console: C
     write_atomic(directory / "sweep.json", dump_json(record))
     write_atomic(directory / "sweep.md", _markdown(outcomes, winner).encode())
     _draw(runs, directory / "sweep.png")
-    table = Table(title=f"{len(outcomes)} runs", title_justify="left")
-    for name, _ in COLUMNS:
-        table.add_column(name, overflow="fold")
-    for each in outcomes:
-        table.add_row(*_cells(each), style="bold" if each is winner else None)
-    console.print(table)
+    console.print(_table(outcomes, winner, is_narrow=console.width < WIDE))
     console.print(_verdict(winner), markup=False, highlight=False)
+
+
+def _table(outcomes: Sequence[Outcome], winner: Outcome | None, *, is_narrow: bool) -> Table:
+    """All columns where there is room for them; sweep.md has them in any case."""
+    shown = [index for index, (name, _) in enumerate(COLUMNS) if name in NARROW or not is_narrow]
+    rows = [_cells(each) for each in outcomes]
+    table = Table(title=f"{len(outcomes)} runs", title_justify="left")
+    for index in shown:
+        name, longest = COLUMNS[index][0], max((len(cells[index]) for cells in rows), default=0)
+        table.add_column(name, overflow="fold", min_width=min(longest, MIN_WIDTH))
+    for each, cells in zip(outcomes, rows, strict=True):
+        table.add_row(*(cells[index] for index in shown), style="bold" if each is winner else None)
+    return table
 
 
 def _verdict(winner: Outcome | None) -> str:

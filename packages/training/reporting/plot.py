@@ -23,6 +23,7 @@ def draw(run_dir: Path) -> Path | None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 12), layout="constrained")
     FigureCanvasAgg(figure)
@@ -42,6 +43,7 @@ def draw(run_dir: Path) -> Path | None:
     curve(speed, at, [entry["num_tokens"] / max(entry["seconds"] or 0.0, 1e-9) for entry in entries], "tokens/s")
     speed.set_ylabel("tokens/s in steps")
     speed.set_xlabel("step")
+    speed.xaxis.set_major_locator(MaxNLocator(integer=True))
     resumed = [entry["step"] for entry in history.began if entry["step"] > 0]
     for axes in (loss, depth, held_out, rate, speed):
         for step in resumed:
@@ -55,11 +57,15 @@ def draw(run_dir: Path) -> Path | None:
 def _draw_verdicts(axes: Any, history: History) -> None:
     at = list(history.judged)
     verdicts = list(history.judged.values())
+    axes.set_ylabel("acceptance length\n(held-out rows)")
+    if not verdicts:
+        axes.text(0.5, 0.5, "not judged on held-out rows yet", transform=axes.transAxes, ha="center", va="center", color="0.5")
+        axes.set_yticks([])
+        return
     axes.plot(at, [each["acceptance_length"] for each in verdicts], marker="o", label="candidate")
     axes.plot(at, [each["baseline_acceptance_length"] for each in verdicts], marker=".", linestyle="--", label="served")
     for number, step in enumerate(history.published):
         axes.axvline(step, linestyle=":", linewidth=0.8, color="black", label=None if number else "published")
-    axes.set_ylabel("acceptance length\n(held-out rows)")
     axes.legend(loc="best", fontsize="small")
 
 

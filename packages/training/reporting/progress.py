@@ -35,6 +35,7 @@ from training.reporting.trackers import Sink
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
+GATHERED = "generated tokens to begin with"
 SMOOTHING = 0.9  # of the loss shown
 SMOOTHED_STEPS = 64  # of a resumed run, so that what is shown goes on where it was
 TRACKED = {"step": "train", "judged": "heldout", "published": "published"}  # events, and what their figures begin with there
@@ -94,6 +95,7 @@ class Progress:
             self._smooth(entry["loss"])
         if self._tracker is not None:
             self._tracker.begin(step)
+        self._shown.pop(GATHERED, None)
         self._say(f"training begins {how}" if step == 0 else how)
 
     def stepped(self, result: StepResult, num_rows: int, figures: Mapping[str, int]) -> None:
@@ -129,29 +131,29 @@ class Progress:
                 "learning rate": f"{result.learning_rate:.3g}",
                 "tokens/s": f"{rate:.0f}",
             }
-            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+            | _words(figures)
         )
         left_s = self._left.after(result.step, num_rows, figures)
         if left_s is not None:
             self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
         self._log_now_and_then()
 
+    def gathering(self, num_tokens: int, needed: int) -> None:
+        """A new run waits for its first rows: how many generated tokens there are, and with how many it begins."""
+        self._shown[GATHERED] = f"{num_tokens} of {needed}"
+
     def waiting(self, figures: Mapping[str, int]) -> None:
         self._metrics.waiting(figures)
-        self._shown = (
-            self._shown
-            | {name.replace("_", " "): f"{value}" for name, value in figures.items()}
-            | {"tokens/s": "waiting for rows"}
-        )
+        self._shown = self._shown | _words(figures) | {"tokens/s": "waiting for rows"}
         self._log_now_and_then(every_s=12 * LOG_EVERY_S)
 
     def saved(self, step: int, directory: Path) -> None:
         self._write("saved", step=step, path=str(directory))
 
-    def judged(self, step: int, verdict: Verdict | None) -> None:
-        if verdict is None:
-            self._say(f"step {step}: too few held-out rows to judge by")
-            return
+    def not_judged(self, step: int, num_rows: int, needed: int) -> None:
+        self._say(f"step {step}: {num_rows} held-out rows, too few to judge by (trainer.gate.min_heldout_rows is {needed})")
+
+    def judged(self, step: int, verdict: Verdict) -> None:
         self._write("judged", step=step, baseline=verdict.baseline.version, is_better=verdict.is_better, **verdict.metrics)
         self._metrics.judged(verdict.metrics["acceptance_length"])
         self._shown["held-out acceptance"] = f"{verdict.metrics['acceptance_length']:.3f}"
@@ -166,6 +168,20 @@ class Progress:
         self._write("version", version=news.version, state=news.state.value, reason=news.reason)
         self._shown["published"] = f"{news.version} ({news.state.value})"
         self._say(f"version {news.version} is {news.state.value}{': ' + news.reason if news.reason else ''}")
+
+    def ended(self, run: str, step: int, version: str | None, *, is_stopped: bool, has_learned: bool) -> None:
+        """The last word. version: what the run published last; has_learned: since it began or was resumed."""
+        if is_stopped:
+            said = f"stopped at step {step}; the same command goes on from there"
+        elif not has_learned:
+            said = (
+                f"run {run} had ended before, at step {step}: raise data.passes, trainer.max_steps or trainer.max_time_s to go "
+                "on, or begin another with trainer.run_id=..."
+            )
+        else:
+            said = f"the run is over at step {step}"
+        published = f"its last version is {version}" if version else "it has published no version"
+        self._say(f"{said}; {published}; mode=export export.drafter={run} writes what it has learned")
 
     # --- events of a corpus ---
 
@@ -275,6 +291,16 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         elif name != "step":
             flat[f"{prefix}/{name}"] = value
     return flat
+
+
+def _words(figures: Mapping[str, int]) -> dict[str, str]:
+    """Figures of a stream as they are shown."""
+    shown = {name.replace("_", " "): f"{value}" for name, value in figures.items()}
+    if "epoch" in shown:
+        shown["epochs done"] = shown.pop("epoch")
+    if "steps of epoch" in shown:
+        shown["step of epoch"] += f" of {shown.pop('steps of epoch')}"
+    return shown
 
 
 def _table(figures: Mapping[str, str]) -> Table:

@@ -56,11 +56,30 @@ def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCapture
     with Progress(tmp_path, Console(file=io.StringIO())) as progress:
         progress.stepped(result(1), 4, {"rows_waiting": 3})
         progress.stepped(result(2), 4, {"rows_waiting": 2})  # too soon for another line
-        progress.judged(2, None)
+        progress.not_judged(2, 3, 8)
+        progress.ended("mine", 2, None, is_stopped=False, has_learned=True)
     assert [record.message for record in caplog.records] == [
         "step 1, loss 2.000, accepted by depth 0.600 0.250, learning rate 0.0005, tokens/s 200, rows waiting 3",
-        "step 2: too few held-out rows to judge by",
+        "step 2: 3 held-out rows, too few to judge by (trainer.gate.min_heldout_rows is 8)",
+        "the run is over at step 2; it has published no version; mode=export export.drafter=mine writes what it has learned",
     ]
+
+
+def test_epochs_and_a_wait_for_first_rows_are_told_in_words(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.gathering(12, 4096)
+        progress.waiting({"rows_waiting": 3})
+    assert re.search(r"generated tokens to begin with\W+12 of 4096", screen.getvalue())
+    screen = io.StringIO()
+    with Progress(tmp_path, Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.gathering(12, 4096)
+        progress.began("from scratch", 0)
+        progress.stepped(result(7), 4, {"rows": 8, "epoch": 1, "step_of_epoch": 3, "steps_of_epoch": 4})
+    last = screen.getvalue()
+    assert re.search(r"epochs done\W+1\b", last)
+    assert re.search(r"step of epoch\W+3 of 4", last)
+    assert "to begin with" not in last
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
@@ -123,6 +142,15 @@ def test_a_run_of_many_resumed_steps_is_drawn(tmp_path: Path) -> None:
     picture = plot.draw(tmp_path)
     assert picture is not None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_verdict_says_so_in_its_picture(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plot._draw_verdicts(axes, History())
+    assert [text.get_text() for text in axes.texts] == ["not judged on held-out rows yet"]
+    assert list(axes.get_yticks()) == []
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

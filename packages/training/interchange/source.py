@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from runtime.drafters import embedded
 from runtime.eagle3 import save
 from runtime.errors import ConfigError
-from runtime.files import temporary_directory
 from runtime.models import absolute
 from runtime.registry import Manifest, Registry, VersionRecord
 from runtime.registry.manifest import MANIFEST_FILE
@@ -63,7 +63,8 @@ def find_drafter(
     elif word == ACTIVE or _VERSION_ID.fullmatch(word):
         yield _version(word, registry, runs, setting)
     elif "/" not in word and (run_dir / "checkpoints").is_dir():
-        with temporary_directory(run_dir) as candidate:
+        with TemporaryDirectory(prefix="slipstream-drafter-") as place:  # in the run's own, its trainer sweeps, which may start
+            candidate = Path(place)
             step = _export_run(run_dir, candidate, target, trainer, setting)
             yield Found(candidate, None, run_dir, step)
     else:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from runtime.config import ModelConfig
-from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save
+from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, save, version_id
 from runtime.eagle3.interchange import Dialect, dialect_of
 from runtime.errors import ConfigError, DrafterRejected
 from runtime.models import ResolvedModel
@@ -25,6 +25,7 @@ from training.app import run
 from training.config import Mode, TrainingConfig
 from training.interchange.commands import export_drafter, import_drafter
 from training.interchange.config import ExportConfig, Format, InterchangeConfig
+from training.interchange.source import find_drafter
 from training.learning.target_weights import TargetWeights
 from training.reporting.config import TrackerKind
 
@@ -127,6 +128,19 @@ def test_a_run_is_exported_as_it_would_publish(state: Any, tmp_path: Path, more:
     assert published["step"] == 40, "so it published these very weights"
     desk.bring_in(tmp_path / "out")
     assert [record.version for record in desk.registry.versions()] == [published["version"]]
+
+
+def test_a_trainer_that_starts_again_leaves_the_drafter_of_its_run_to_whoever_looks_at_it(state: Any) -> None:
+    """An evaluation may take hours."""
+    state.add(range(8))
+    settings = {"mode": Mode.OFFLINE, "data__passes": 20, "tracker__kind": TrackerKind.NONE}
+    assert run(state.config(**settings, trainer__max_steps=2)) == 0
+    registry, runs = Registry(state.root / "registry"), state.root / "training"
+    with find_drafter("default", registry, runs, state.target, state.config().trainer) as found:
+        before = version_id(found.path)
+        assert run(state.config(**settings, trainer__max_steps=4)) == 0
+        assert version_id(found.path) == before
+    assert not found.path.exists()
 
 
 def test_nothing_is_registered_if_that_is_not_wanted(desk: Desk, checkpoint: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.backends.transformers.packed import PackedForward
-from runtime.features.ledger import Ledger
+from runtime.features.ledger import Ledger, Split
 from runtime.features.plane import make_room
-from runtime.features.refs import SampleMeta, unit_hash
+from runtime.features.refs import SampleMeta
 from runtime.features.row import FeatureRow
 from runtime.features.store import FeatureStore
 from training.data.prefill import Prefill
-from training.data.tokens import Corpus, TokenRow, sample_id_of
+from training.data.tokens import Corpus, TokenRow, is_heldout, sample_id_of
 from training.learning.target_weights import TargetWeights
 
 
@@ -68,5 +68,5 @@ class FeatureSink:
             aux_layer_ids=self._target.aux_layer_ids,
         )
         make_room(self._store, self._ledger, sum(each.nbytes for each in features.tensors(self._store.dtype).values()))
-        is_heldout = unit_hash("heldout", row.source) < self._heldout_fraction
-        self._ledger.commit(self._store.put(meta, features), "heldout" if is_heldout else "train")
+        split: Split = "heldout" if is_heldout(row.source, self._heldout_fraction) else "train"
+        self._ledger.commit(self._store.put(meta, features), split)

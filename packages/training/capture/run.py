@@ -37,7 +37,7 @@ from training.data.conversations import by_reason, files_of
 from training.data.corpus import encode_files
 from training.data.prompts import load_prompts
 from training.data.shards import TokenShards
-from training.data.tokens import Corpus, TokenRow
+from training.data.tokens import TokenRow
 from training.learning.target_weights import load_target_weights
 from training.reporting.bar import Bar
 
@@ -210,7 +210,7 @@ class _Job:
                 f"data.prompts is {self._config.data.prompts!r}, and leaves nothing to learn from ({found.told()})."
             )
         with Bar(self._console, "rows") as bar:
-            for done, row in enumerate(_rows_of(found.corpus)):
+            for done, row in enumerate(map(found.corpus.row, range(len(found.corpus)))):
                 if self._stop.is_set():
                     return
                 if sink.is_known(row.name):
@@ -226,8 +226,3 @@ class _Stopped:
 
     def __init__(self, engine: LocalEngine) -> None:
         self.close = engine.stop
-
-
-def _rows_of(corpus: Corpus) -> Iterator[TokenRow]:
-    for r, (source, part, label) in enumerate(corpus.labels):
-        yield TokenRow(source, part, corpus.token_ids_of(r).tolist(), corpus.spans_of(r), slice=label)

@@ -17,11 +17,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
 from runtime.features.row import FeatureRow
 from training.learning.attention import Packing, Spans
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,6 @@ class TrainingRow:
     @property
     def num_tokens(self) -> int:
         return self.features.num_tokens
-
-
-def turns(generated: torch.Tensor) -> list[tuple[int, int]]:
-    """First and last index of each run of generated tokens."""
-    edges = torch.diff(
-        generated.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8)
-    )
-    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
-    return [(int(start), int(stop) - 1) for start, stop in zip(starts, stops, strict=True)]
 
 
 def supervised(generated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,15 +172,20 @@ def _states_to_device(states: torch.Tensor, device: torch.device) -> torch.Tenso
     return states if states.device.type == device.type else states.pin_memory().to(device, non_blocking=True)
 
 
-def group_by_tokens(rows: Sequence[TrainingRow], max_tokens: int, max_rows: int | None = None) -> Iterator[list[TrainingRow]]:
-    """Consecutive groups of at most max_tokens tokens and max_rows rows; a longer row is a group of its own."""
-    group: list[TrainingRow] = []
+def group_by_tokens(rows: Sequence[TrainingRow], max_tokens: int) -> Iterator[list[TrainingRow]]:
+    """Consecutive groups of at most max_tokens tokens; a longer row is a group of its own."""
+    return cut_by_tokens(rows, [row.num_tokens for row in rows], max_tokens)
+
+
+def cut_by_tokens(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> Iterator[list[Row]]:
+    """The same of whatever stands for rows of these lengths."""
+    group: list[Row] = []
     num_tokens = 0
-    for row in rows:
-        if group and (num_tokens + row.num_tokens > max_tokens or len(group) == max_rows):
+    for row, length in zip(rows, lengths, strict=True):
+        if group and num_tokens + length > max_tokens:
             yield group
             group, num_tokens = [], 0
         group.append(row)
-        num_tokens += row.num_tokens
+        num_tokens += length
     if group:
         yield group

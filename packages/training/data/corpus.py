@@ -11,7 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -119,12 +119,11 @@ def _cut(corpus: Corpus, vocab_size: int, max_tokens: int) -> Found:
     """The same rows, none of them longer, without those that teach nothing."""
     rows: list[TokenRow] = []
     found = Found(corpus)
-    for r, (source, part, label) in enumerate(corpus.labels):
-        spans = clipped(corpus.spans_of(r), max_tokens)
+    for row in map(corpus.row, range(len(corpus))):
+        spans = clipped(row.spans, max_tokens)
         if not teaches(spans):
-            found.left_out[TOO_LONG if teaches(corpus.spans_of(r)) else NOTHING_TO_LEARN] += 1
+            found.left_out[TOO_LONG if teaches(row.spans) else NOTHING_TO_LEARN] += 1
             continue
-        found.truncated[TRUNCATED] += int(spans != corpus.spans_of(r))
-        ids = corpus.token_ids_of(r)[: spans[-1][1]].tolist()
-        rows.append(TokenRow(source, part, ids, spans, float(corpus.temperatures[r]), label))
+        found.truncated[TRUNCATED] += int(spans != row.spans)
+        rows.append(replace(row, token_ids=row.token_ids[: spans[-1][1]], spans=spans))
     return Found(Corpus.of(rows, vocab_size), found.left_out, found.truncated)

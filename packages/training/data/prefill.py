@@ -6,12 +6,11 @@ computed when they are asked for, and `CorpusLedger` the ledger that names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from runtime.backends.transformers.packed import PackedForward
@@ -22,7 +21,7 @@ from runtime.features.row import FeatureRow
 from runtime.features.sampling import labelled
 from runtime.features.store import Lease
 from runtime.types import SamplingParams
-from training.data.batches import TrainingRow
+from training.data.batches import TrainingRow, cut_by_tokens
 from training.data.tokens import Corpus, sample_id_of
 from training.learning.target_weights import TargetWeights
 
@@ -46,7 +45,7 @@ class Prefill:
     def rows(self, indices: Sequence[int]) -> list[TrainingRow]:
         """These rows of the corpus, in order; ids and masks on the CPU, states on the target's device."""
         rows: list[TrainingRow] = []
-        for group in cut_by_tokens(indices, self.corpus.lengths, self._max_tokens):
+        for group in cut_by_tokens(indices, self.corpus.lengths_of(indices), self._max_tokens):
             rows += self._read(group)
         return rows
 
@@ -73,20 +72,6 @@ class Prefill:
 def _labels_of(slice_name: str, temperature: float) -> Mapping[str, str]:
     labels = {SLICE_LABEL: slice_name} if slice_name else {}
     return MappingProxyType(dict(labelled(labels, SamplingParams(temperature=temperature)) if temperature > 0 else labels))
-
-
-def cut_by_tokens(indices: Sequence[int], lengths: np.ndarray, max_tokens: int) -> Iterator[list[int]]:
-    """Consecutive groups of at most max_tokens tokens; a longer row is a group of its own."""
-    group: list[int] = []
-    num_tokens = 0
-    for row, length in zip(indices, lengths[np.asarray(indices, dtype=np.int64)].tolist(), strict=True):
-        if group and num_tokens + length > max_tokens:
-            yield group
-            group, num_tokens = [], 0
-        group.append(int(row))
-        num_tokens += length
-    if group:
-        yield group
 
 
 class HeldoutRows:

@@ -19,8 +19,8 @@ import torch
 
 from runtime.errors import ConfigError
 from training.config import DataConfig
-from training.data.batches import TrainingRow
-from training.data.prefill import Prefill, cut_by_tokens
+from training.data.batches import TrainingRow, cut_by_tokens
+from training.data.prefill import Prefill
 from training.data.stream import share_of
 
 WINDOW_ROWS = 4096  # among which rows are sorted by length
@@ -148,7 +148,7 @@ class TokenStream:
         lengths = self._prefill.corpus.lengths
         windows = [rows[start : start + WINDOW_ROWS] for start in range(0, len(rows), WINDOW_ROWS)]
         by_length = np.concatenate([window[np.argsort(lengths[window], kind="stable")] for window in windows])
-        batches = list(cut_by_tokens(by_length.tolist(), lengths, self._config.max_batch_tokens))
+        batches = list(cut_by_tokens(by_length.tolist(), lengths[by_length].tolist(), self._config.max_batch_tokens))
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _digest(self) -> str:

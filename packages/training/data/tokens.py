@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -63,6 +65,11 @@ def clipped(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
     return tuple((first, min(stop, length)) for first, stop in spans if first < length)
 
 
+def is_heldout(source: str, fraction: float) -> bool:
+    """Whether rows of this source are for the gate alone: by chance, but always the same."""
+    return unit_hash("heldout", source) < fraction
+
+
 @dataclass(frozen=True)
 class Corpus:
     token_ids: torch.Tensor  # uint16 or int32 [N]
@@ -90,6 +97,9 @@ class Corpus:
         np.maximum.at(ends, spans[:, 0], spans[:, 2])
         return ends
 
+    def lengths_of(self, rows: Sequence[int]) -> list[int]:
+        return cast(list[int], self.lengths[np.asarray(rows, dtype=np.int64)].tolist())
+
     @cached_property
     def _span_offsets(self) -> np.ndarray:
         return np.searchsorted(self.spans[:, 0].numpy(), np.arange(len(self) + 1))
@@ -97,6 +107,13 @@ class Corpus:
     def name(self, row: int) -> str:
         source, part, _ = self.labels[row]
         return name_of(source, part)
+
+    def row(self, row: int) -> TokenRow:
+        """As it was before it came here, up to its last generated token."""
+        source, part, label = self.labels[row]
+        temperature = float(self.temperatures[row])
+        ids, spans = self.token_ids_of(row).tolist(), self.spans_of(row)
+        return TokenRow(source, part, ids, spans, None if math.isnan(temperature) else temperature, label)
 
     def token_ids_of(self, row: int) -> torch.Tensor:
         """int64, up to the row's last generated token."""
@@ -134,8 +151,8 @@ class Corpus:
         return torch.from_numpy(np.bincount(ids, minlength=vocab_size))
 
     def is_heldout(self, fraction: float) -> np.ndarray:
-        """bool [R]: by chance, but always the same rows; all rows of one source alike."""
-        return np.array([unit_hash("heldout", source) < fraction for source, _, _ in self.labels], dtype=bool)
+        """bool [R]"""
+        return np.array([is_heldout(source, fraction) for source, _, _ in self.labels], dtype=bool)
 
     @cached_property
     def digest(self) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.features.row import FeatureRow
-from training.data.batches import TrainingRow, pack, supervised, turns
+from training.data.batches import TrainingRow, cut_by_tokens, group_by_tokens, pack, supervised
 from training.learning.loss import Lesson, carrying, chain_loss
 from training.learning.objective import Aim
 from training.learning.ttt import unroll
@@ -21,7 +21,7 @@ L = 3
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30))
 def test_supervision_is_the_rule_of_the_recipe(generated: list[bool]) -> None:
-    """(p, k) is supervised exactly when x[p+1 .. p+2+k] exist and are generated; runs of the mask are turns."""
+    """(p, k) is supervised exactly when x[p+1 .. p+2+k] exist and are generated."""
     mask = torch.tensor(generated)
     positions, depths = supervised(mask)
     expected = {}
@@ -33,10 +33,13 @@ def test_supervision_is_the_rule_of_the_recipe(generated: list[bool]) -> None:
             expected[p] = k
     assert dict(zip(positions.tolist(), depths.tolist(), strict=True)) == expected
     assert positions.tolist() == sorted(expected)
-    covered = [False] * len(generated)
-    for first, last in turns(mask):
-        covered[first : last + 1] = [True] * (last + 1 - first)
-    assert covered == generated
+
+
+def test_groups_are_filled_in_order_and_a_longer_row_stands_alone(make_row: Callable) -> None:
+    assert list(cut_by_tokens("abcdefg", [4, 5, 1, 11, 3, 7, 1], 10)) == [["a", "b", "c"], ["d"], ["e", "f"], ["g"]]
+    assert list(cut_by_tokens([], [], 10)) == []
+    rows = [make_row("p" * length, 0) for length in (4, 5, 2)]
+    assert list(group_by_tokens(rows, 10)) == [rows[:2], rows[2:]]
 
 
 def test_batch_lays_rows_side_by_side(make_row: Callable) -> None:

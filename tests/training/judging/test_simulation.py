@@ -11,11 +11,20 @@ from runtime.drafters.base import Drafter, DraftRequest
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.types import SpeculationStats
-from training.data.batches import TrainingRow, turns
+from training.data.batches import TrainingRow
 from training.judging.simulation import Counts, TargetView, depth_acceptance, evaluate, evaluate_ngram, total, walk
 from training.learning.start import from_scratch
 
 D = 5
+
+
+def turns(generated: torch.Tensor) -> list[tuple[int, int]]:
+    """First and last index of each run of generated tokens."""
+    edges = torch.diff(
+        generated.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8)
+    )
+    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    return [(int(start), int(stop) - 1) for start, stop in zip(starts, stops, strict=True)]
 
 
 def as_counts(stats: SpeculationStats) -> Counts:

@@ -6,6 +6,7 @@ On a CUDA device Llama-like models get kernels of their own (`cuda`); everything
 from __future__ import annotations
 
 import importlib.util
+import threading
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,8 @@ from runtime.errors import ModelError
 from runtime.hidden_states import default_aux_layer_ids
 from runtime.linear import can_pack, pack_linears
 from runtime.models import ResolvedModel, Tokenizer
+
+_READING = threading.Lock()  # while transformers reads a model, it has parts of its classes and of torch replaced for everybody
 
 
 def load(backend: BackendConfig, model: ModelConfig, resolved: ResolvedModel) -> Target:
@@ -104,22 +107,26 @@ def choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def read_weights(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of a directory, in memory. ModelError if it cannot be loaded."""
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolved.path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"The model in {resolved.path} cannot be loaded: {said}") from error
-    finally:
-        if shows_progress:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    """The model of a directory, in memory; one at a time in a process. ModelError if it cannot be loaded."""
+    with _READING:
+        loaded = _read(resolved, dtype)
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would leave them random
         raise ModelError(
             f"The model in {resolved.path} lacks the weights of {missing[0]} and {len(missing) - 1} more; fetch it again."
         )
     return cast(PreTrainedModel, model.to(device))
+
+
+def _read(resolved: ResolvedModel, dtype: torch.dtype) -> Any:
+    """The model, and what transformers has to report of it."""
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return AutoModelForCausalLM.from_pretrained(resolved.path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"The model in {resolved.path} cannot be loaded: {said}") from error
+    finally:
+        if shows_progress:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

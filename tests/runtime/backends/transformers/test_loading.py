@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +74,10 @@ def test_weights_of_another_size_are_refused(copied: ResolvedModel) -> None:
 def test_nothing_is_printed(tiny: ResolvedModel, capfd: pytest.CaptureFixture[str]) -> None:
     load(BackendConfig(), ModelConfig(device="cpu"), tiny)
     assert capfd.readouterr() == ("", "")
+
+
+def test_several_threads_may_load_at_once(tiny: ResolvedModel) -> None:
+    """transformers has its classes patched while it reads: side by side they would find tied weights missing, and for good."""
+    with ThreadPoolExecutor(3) as threads:
+        targets = list(threads.map(lambda _: load(BackendConfig(), ModelConfig(device="cpu"), tiny), range(6)))
+    assert all(torch.equal(target.lm_head, targets[0].lm_head) for target in targets)

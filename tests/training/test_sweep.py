@@ -87,7 +87,7 @@ def test_a_narrow_terminal_gets_the_columns_that_it_has_room_for(tmp_path: Path)
         screen = io.StringIO()
         compare(runs, tmp_path, Console(file=screen, width=width))
         assert changed in screen.getvalue(), "in one piece"
-        assert "held-out" in screen.getvalue()
+        assert "steps" in screen.getvalue()
         assert ("began with" in screen.getvalue()) == has_all
     assert "began with" in (tmp_path / "sweep.md").read_text()
 

@@ -76,7 +76,7 @@ class TokenShards:
                 if before.get(name) != self._origin.get(name):
                     raise ConfigError(
                         f"{self.directory} holds rows made with {name} {before.get(name)!r}, and now it is "
-                        f"{self._origin.get(name)!r}; keep what it was, or give another directory."
+                        f"{self._origin.get(name)!r}; keep what it was, or give another answers.directory."
                     )
         elif files:
             raise ConfigError(f"{self.directory} holds shards and no {MANIFEST}; give another directory.")

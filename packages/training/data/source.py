@@ -60,7 +60,13 @@ class Source:
         }
         self.address = address
         self.rows = FeatureClient(match["address"], holder=holder, **connection)
-        served = self.rows.target_fingerprint()
+        try:
+            served = self.rows.target_fingerprint()
+        except EngineUnavailable as error:
+            self.rows.close()
+            raise EngineUnavailable(
+                f"source is {address!r}, which does not answer ({error}); start that server, or name another."
+            ) from error
         if served != target.fingerprint:  # its rows would all be failed, one after the other
             raise ConfigError(
                 f"The server at {match['address']} serves model {served}, and model.name is {target.name!r}, which is "

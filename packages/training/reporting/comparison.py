@@ -35,7 +35,7 @@ COLUMNS = (
     ("published", "{}"),
 )
 WIDE = 160  # characters of a terminal, from which on all columns are shown
-MIN_WIDTH = 28  # of a column with so much to say
+UNBROKEN = 32  # characters of a cell that stay on one line
 NARROW = {
     "changed",
     "steps",
@@ -113,11 +113,11 @@ def compare(runs: Sequence[tuple[Outcome, History]], directory: Path, console: C
 def _table(outcomes: Sequence[Outcome], winner: Outcome | None, *, is_narrow: bool) -> Table:
     """All columns where there is room for them; sweep.md has them in any case."""
     shown = [index for index, (name, _) in enumerate(COLUMNS) if name in NARROW or not is_narrow]
-    rows = [_cells(each) for each in outcomes]
+    rows = [[cell.replace(", ", "\n") for cell in _cells(each)] for each in outcomes]
     table = Table(title=f"{len(outcomes)} runs", title_justify="left")
     for index in shown:
-        name, longest = COLUMNS[index][0], max((len(cells[index]) for cells in rows), default=0)
-        table.add_column(name, overflow="fold", min_width=min(longest, MIN_WIDTH))
+        name, longest = COLUMNS[index][0], max(len(line) for cells in rows for line in cells[index].split("\n"))
+        table.add_column(name, overflow="fold", no_wrap=len(name) <= longest <= UNBROKEN)
     for each, cells in zip(outcomes, rows, strict=True):
         table.add_row(*(cells[index] for index in shown), style="bold" if each is winner else None)
     return table

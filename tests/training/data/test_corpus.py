@@ -71,6 +71,13 @@ def test_a_corpus_that_teaches_nothing_is_refused(chats: Path, tokenizer: Tokeni
         load(chats.with_name("absent*"), tokenizer)
 
 
+def test_the_directory_above_token_rows_is_refused_with_their_name(chats: Path, tokenizer: Tokenizer) -> None:
+    (chats.parent / "tokens" / "default").mkdir(parents=True)
+    (chats.parent / "tokens" / "default" / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds directories of token rows; name one, such as .*/tokens/default\."):
+        load(chats.parent / "tokens", tokenizer)
+
+
 def test_rows_of_shards_that_teach_nothing_are_left_out(chats: Path, tokenizer: Tokenizer) -> None:
     rows = [TokenRow("a", "", [1, 2, 3], ((1, 3),)), TokenRow("b", "", [1, 2], ((1, 2),)), TokenRow("c", "", [1], ())]
     origin = {"vocabulary_hash": tokenizer.vocabulary_hash}

@@ -285,7 +285,8 @@ def test_a_trainer_outlives_its_server_and_nothing_is_lost_or_counted_twice(stat
 
 
 def test_a_server_that_is_not_there_is_one_sentence(state) -> None:
-    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:1|cannot be reached"):
+    said = r"source is 'grpc://127\.0\.0\.1:1', which does not answer \(.*\); start that server"
+    with pytest.raises(EngineUnavailable, match=said):
         run(elsewhere(state, source="grpc://127.0.0.1:1", remote=RemoteConfig(patience_s=0.5)))
 
 

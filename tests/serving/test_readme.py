@@ -1,4 +1,4 @@
-"""The README's examples of our own clients run as they stand, against a server with the tiny model."""
+"""The examples of README and docs/clients.md of our own clients run as they stand, against a server with the tiny model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from .conftest import Running, wait_for
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/clients.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 EXAMPLES = [code for code in BLOCKS if "runtime.rpc" in code]
 [STRUCTURED] = [code for code in BLOCKS if "response_format" in code]
 

@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from runtime import machine
 from runtime.backends import load_target
@@ -47,10 +46,10 @@ from training.judging.lossless import Deviation, deviations, plain
 from training.judging.questions import Question, Suite, read_suites
 from training.learning.start import AUTO
 from training.learning.target_weights import load_target_weights
+from training.reporting.bar import Bar
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 10.0
 PREFILL_CHUNK_TOKENS = 1024  # nobody waits for a single answer
 KV_BUDGET_MIB = 16384
 NOT_LOSSLESS = 1  # exit status
@@ -143,17 +142,14 @@ class _Evaluation:
         """Make what is missing, shape by shape, and compare with the target's own answers."""
         done, total = self.progress
         began = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(
-            *columns, TextColumn("{task.fields[rate]}"), console=self._console, disable=not self._console.is_terminal
-        ) as bar:
-            task = bar.add_task("answers", total=total, completed=done, rate="")
+        with Bar(self._console, "answers") as bar:
+            bar.show(done, total)
             for shape in self._settings.shapes:
                 if not self._stop.is_set():
-                    self._run_shape(shape, bar, task)
+                    self._run_shape(shape, lambda said: bar.show(done + self._num_made, total, said))
         self._seconds = time.monotonic() - began
 
-    def _run_shape(self, shape: str, bar: Progress, task: Any) -> None:
+    def _run_shape(self, shape: str, show: Callable[[str], None]) -> None:
         target = load_target(self._config.backend, self._config.model, self._resolved)
         engine = self._engine(shape, target)
         engine.start()
@@ -162,7 +158,7 @@ class _Evaluation:
             for work in self._works(shape, only_missing=True):
                 if work.candidate is not None and engine.drafter_version != work.candidate.version:
                     engine.swap_drafter(work.candidate.load(target))
-                self._ask(asker, work, bar, task)
+                self._ask(asker, work, show)
             self._compare(engine, shape)
         finally:
             engine.stop()
@@ -198,8 +194,8 @@ class _Evaluation:
     def _missing(self, work: _Work) -> list[Question]:
         return [each for each in work.questions if (work.under, each.suite, each.id) not in self._log.answers]
 
-    def _ask(self, asker: Asker, work: _Work, bar: Progress, task: Any) -> None:
-        began = logged = time.monotonic()
+    def _ask(self, asker: Asker, work: _Work, show: Callable[[str], None]) -> None:
+        began = time.monotonic()
         num_tokens = num_steps = 0
         for answer in asker.ask(work.under, work.questions):
             self._log.add(answer)
@@ -208,10 +204,7 @@ class _Evaluation:
             num_tokens += len(answer.token_ids)
             num_steps += len(answer.steps) + 1
             rate = f"{num_tokens / (time.monotonic() - began):.0f} tokens/s, {num_tokens / num_steps:.2f} a step"
-            bar.update(task, advance=1, description=work.under.words, rate=rate)
-            if bar.disable and time.monotonic() - logged >= LOG_EVERY_S:
-                logged = time.monotonic()
-                logger.info("%s: %d of %d answers, %s", work.under.words, *self.progress, rate)
+            show(f"{work.under.words}: {rate}")
 
     def _compare(self, engine: LocalEngine, shape: str) -> None:
         for candidate in self._candidates:

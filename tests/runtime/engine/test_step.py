@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,22 @@ def test_trees_change_no_token(make_engine: MakeEngine, params: SamplingParams) 
         expected, _ = run(plain, prompt, params)
         assert listener.token_ids == expected.token_ids
         assert done.speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize(
+    "params", [PENALIZED, replace(PENALIZED, temperature=0.8, top_p=0.95, seed=5)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("num_wrong", [0, 2], ids=["chain", "tree"])
+def test_every_accepted_token_counts(make_engine: MakeEngine, params: SamplingParams, num_wrong: int) -> None:
+    """Penalties, numbers and logprobs move on by all tokens of an accepted path, not by one a step."""
+    prompt, params = prompt_of(1), replace(params, logprobs=True, logit_bias={97: 1.0})
+    plain, _ = run(make_engine(NoDrafter()), prompt, params)
+    truth, rng = [*prompt, *plain.token_ids], random.Random(1)
+    drafter = ScriptedDrafter(lambda history, depth: fan(truth, len(history), depth, num_wrong, rng), version="fan")
+    listener, done = run(make_engine(drafter), prompt, params)
+    assert listener.token_ids == plain.token_ids
+    assert done.speculation.mean_acceptance_length > 5
+    assert [each.logprob for each in listener.logprobs] == pytest.approx([each.logprob for each in plain.logprobs], abs=1e-3)
 
 
 def test_greedy_and_sampled_rows_share_a_batch(make_engine: MakeEngine, target: Target) -> None:

@@ -138,6 +138,7 @@ def make_trainer(
         run_dir=shop.run_dir,
         structure={
             "mode": config.mode.value,
+            "the kind of rows": "token rows of data.corpus" if config.data.corpus is not None else "rows with features",
             "model fingerprint": shop.target.fingerprint,
             "trainer.init": config.trainer.init,
             "trainer.draft_vocab_size": config.trainer.draft_vocab_size,

@@ -249,6 +249,7 @@ class Trainer:
         latest = self._ledger.latest_checkpoint(self._config.name) if self._world.is_first else None
         name = self._world.share(None if latest is None else Path(latest.path).name)
         if name is None:
+            self._check_place()
             return None
         directory = self._checkpoints / name  # wherever the state directory is now
         tensors, state = checkpoint.load(directory)
@@ -263,6 +264,12 @@ class Trainer:
             checkpoint.prune(self._checkpoints, self._config.keep_checkpoints, directory)
         self._progress.began(f"resumed at step {learner.num_steps} from {directory}", learner.num_steps)
         return learner
+
+    def _check_place(self) -> None:
+        """A run of this name whose rows come from elsewhere has another ledger; its checkpoints are not this one's to prune."""
+        if self._world.is_first:
+            for directory in checkpoint.finished(self._checkpoints):
+                self._check_structure(checkpoint.load_state(directory)["structure"])
 
     def _check_structure(self, before: Mapping[str, Any]) -> None:
         for name, now in self._structure.items():

@@ -80,6 +80,22 @@ def test_a_run_that_stops_goes_on_bit_by_bit(state, chats: Path) -> None:
         run(settings(state, chats, "parts", trainer__max_steps=10))
 
 
+@pytest.mark.parametrize("mode", [Mode.ONLINE, Mode.OFFLINE])
+def test_another_kind_of_run_takes_no_place_that_is_taken(state, chats: Path, mode: Mode) -> None:
+    """Rows from elsewhere have another ledger, which knows nothing of this run's checkpoints and would have them pruned."""
+    state.add(range(8))
+    assert run(settings(state, chats, trainer__max_steps=9)) == 0
+    before = weights(state, "default")
+    other = state.config(mode=mode, trainer__max_steps=2, trainer__idle_timeout_s=2.0)
+    with pytest.raises(ConfigError, match=r"run 'default' began with .*; keep that, or begin another"):
+        run(other)
+    assert state.ledger.status()["leased"] == 0
+    after = weights(state, "default")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other.trainer.run_id = "other"
+    assert run(other) == 0
+
+
 def test_the_target_answers_and_a_drafter_learns_from_the_shards(state, chats: Path) -> None:
     answers = AnswersConfig(max_tokens=16, temperatures=[0.0, 1.0], output=Output.TOKENS, concurrency=8)
     assert run(state.config(mode=Mode.CAPTURE, data__prompts=str(chats), answers=answers)) == 0

@@ -99,7 +99,7 @@ def _made_by(version: str, runs: Path) -> tuple[Path | None, int | None]:
 
 
 def _export_run(run_dir: Path, directory: Path, target: TargetWeights, trainer: TrainerConfig, setting: str) -> int:
-    finished = sorted((run_dir / "checkpoints").glob("step-*"))
+    finished = checkpoint.finished(run_dir / "checkpoints")
     if not finished:
         raise ConfigError(f"{setting} is {run_dir.name!r}, and that run has made no checkpoint yet; give another drafter.")
     tensors, state = checkpoint.load(finished[-1])

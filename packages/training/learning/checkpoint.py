@@ -44,28 +44,42 @@ def save(parent: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Ma
 
 def load(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, state). ModelError with one sentence if anything of it is missing or damaged."""
+    state = load_state(directory)
+    try:
+        if sha256_of(directory / TENSORS_FILE) != state["sha256"]:
+            raise _damaged(directory, f"{TENSORS_FILE} does not have the recorded hash")
+        return load_file(directory / TENSORS_FILE), state
+    except (OSError, SafetensorError) as error:
+        raise _damaged(directory, str(error)) from error
+
+
+def load_state(directory: Path) -> dict[str, Any]:
+    """The state without the tensors. ModelError with one sentence if it is missing or damaged."""
     try:
         state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise _damaged(directory, f"{STATE_FILE} is not of format {FORMAT}")
-        if state.pop(OWN_HASH) != _hash_of(state):
+        if state.pop(OWN_HASH, None) != _hash_of(state):
             raise _damaged(directory, f"{STATE_FILE} does not have the recorded hash")
-        if sha256_of(directory / TENSORS_FILE) != state["sha256"]:
-            raise _damaged(directory, f"{TENSORS_FILE} does not have the recorded hash")
-        return load_file(directory / TENSORS_FILE), state
-    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+        return state
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
         raise _damaged(directory, str(error)) from error
+
+
+def finished(parent: Path) -> list[Path]:
+    """The checkpoints there, by step; whether they count, the ledger says."""
+    return sorted(parent.glob("step-*"))
 
 
 def prune(parent: Path, keep: int, current: Path) -> None:
     """Remove all but the newest `keep` checkpoints up to `current`, and leftovers of runs that died."""
     if not parent.is_dir():
         return
-    finished = sorted(entry for entry in parent.glob("step-*") if entry.name <= current.name)
+    kept = [entry for entry in finished(parent) if entry.name <= current.name][-keep:]
     for entry in parent.iterdir():
-        if entry not in finished[-keep:]:
+        if entry not in kept:
             shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -22,12 +22,11 @@ from rich.console import Console
 from rich.logging import RichHandler
 from safetensors import SafetensorError
 
-from runtime.config import StoreKind, require
+from runtime.config import require
 from runtime.configuration import provenance
 from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.leases import Leases, LiveRows
 from runtime.features.ledger import Ledger
-from runtime.features.plane import open_feature_plane
 from runtime.features.store import FeatureStore
 from runtime.files import hold, remove_leftovers
 from runtime.models import Tokenizer, absolute, home
@@ -36,6 +35,7 @@ from training.config import Mode, TrainingConfig
 from training.data.conversations import files_of
 from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
+from training.data.plane import open_plane, plane_root
 from training.data.stream import OnlineStream
 from training.interleaved.loop import build_online_eagle3_runtime
 from training.learning.distributed import World, joined
@@ -146,7 +146,7 @@ def train(shop: Workshop) -> None:
     else:
         store, ledger = _open_plane(shop)
         if shop.config.mode is Mode.ONLINE:
-            _note(shop, live_rows_of=str(shop.config.features.root or shop.state_dir / "features"))
+            _note(shop, live_rows_of=str(plane_root(shop.config.features, shop.state_dir)))
             make_trainer(shop, store, ledger).fit(_online(shop, store, ledger))
         else:
             trainable = ledger.trainable()
@@ -210,12 +210,9 @@ def _offline(shop: Workshop, store: FeatureStore, ledger: Ledger) -> OfflineStre
 
 def _open_plane(shop: Workshop) -> tuple[FeatureStore, Ledger]:
     config = shop.config.features
-    root = shop.state_dir / "features" if config.root is None else absolute("features.root", config.root)
-    is_shared = config.store is not StoreKind.MEMORY
-    require(is_shared, "features.store", config.store.value, "directory or mooncake: no other process reads a memory")
-    _tell(shop, str(root))
+    _tell(shop, str(plane_root(config, shop.state_dir)))
     shop.check_budget(config.budget_mib << 20)
-    return open_feature_plane(root, config)
+    return open_plane(config, shop.state_dir)
 
 
 def _tell(shop: Workshop, rows_from: str) -> None:

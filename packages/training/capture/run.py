@@ -21,12 +21,11 @@ from rich.console import Console
 
 from runtime.backends import load_target
 from runtime.backends.transformers.packed import load_packed
-from runtime.config import DrafterConfig, SessionsConfig, StoreKind, require
+from runtime.config import DrafterConfig, SessionsConfig, require
 from runtime.devices import choose_device
 from runtime.engine.build import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
-from runtime.features.plane import open_feature_plane
 from runtime.files import sha256_of
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
 from training.capture.answers import Answers
@@ -35,6 +34,7 @@ from training.capture.features import FeatureSink
 from training.config import TrainingConfig
 from training.data.conversations import by_reason, files_of
 from training.data.corpus import encode_files
+from training.data.plane import open_plane, plane_root
 from training.data.prompts import load_prompts
 from training.data.shards import TokenShards
 from training.data.tokens import TokenRow
@@ -128,10 +128,7 @@ class _Job:
 
     def _plane(self, stack: ExitStack) -> tuple[Sink, Path]:
         config = self._config.features
-        is_shared = config.store is not StoreKind.MEMORY
-        require(is_shared, "features.store", config.store.value, "directory or mooncake: no other process reads a memory")
-        root = self._state_dir / "features" if config.root is None else absolute("features.root", config.root)
-        store, ledger = open_feature_plane(root, config)
+        store, ledger = open_plane(config, self._state_dir)
         stack.callback(store.close)
         stack.callback(ledger.close)
         device = choose_device(self._config.model.device)
@@ -144,7 +141,7 @@ class _Job:
             heldout_fraction=self._config.data.heldout_fraction,
             max_batch_tokens=self._config.data.max_batch_tokens,
         )
-        return sink, root
+        return sink, plane_root(config, self._state_dir)
 
     def _vocab_size(self) -> int:
         return load_target_weights(self._resolved, choose_device("cpu")).vocab_size

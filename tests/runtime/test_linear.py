@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.linear import PackedLinear, kernel_rows, pack_linears, rows_for_invariance
+from runtime.linear import PackedLinear, can_halve, kernel_rows, pack_linears, rows_for_invariance
 
 SHAPES = [(192, 576), (576, 1536), (1000, 64), (7, 5), (1, 1)]
 
@@ -171,3 +171,25 @@ def test_a_layer_computes_whole_steps_of_rows(monkeypatch: pytest.MonkeyPatch) -
     for size in range(1, 200):
         packed(torch.ones(1, size, 8))
     assert seen == {kernel_rows(size) for size in range(1, 200)}
+
+
+@pytest.mark.skipif(not can_halve(torch.zeros(1, 1)), reason="this CPU does not multiply in bfloat16")
+def test_halved_weights_lose_nothing_and_states_their_last_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(48, 32, generator=generator).bfloat16().float()
+    assert can_halve(exact)
+    assert not can_halve(torch.randn(48, 32, generator=generator))
+    x = torch.randn(5, 32, generator=generator)
+    y = PackedLinear(exact, halve=True)(x)
+    assert y.dtype is torch.float32
+    expected = (x.bfloat16().double() @ exact.double().T).float()
+    torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-5)
+
+
+def test_only_weights_that_lose_nothing_are_halved() -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        module[0].weight.copy_(module[0].weight.bfloat16())
+    is_halved = can_halve(module[0].weight)
+    pack_linears(module, halve=True)
+    assert [part.dtype for part in module] == [torch.bfloat16 if is_halved else torch.float32, torch.float32]

@@ -132,7 +132,7 @@ def _snapshot(model: Eagle3Model) -> Eagle3Model:
     """A copy for inference, its weights packed where a CPU gains by it. The target's embedding is shared, not copied."""
     served = copy.deepcopy(model, {id(shared): shared for shared in (model.embedding, model.vocabulary)})
     fc = served.fc
-    pack_linears(served)
+    pack_linears(served, halve=True)  # a draft is a guess: the target's own arithmetic decides
     served.fc = fc  # stays plain: `project` reads its dtype
     return served.eval().requires_grad_(False)
 

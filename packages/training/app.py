@@ -223,8 +223,9 @@ def _tell(shop: Workshop, rows_from: str) -> None:
 def _note(shop: Workshop, **data: object) -> None:
     """What the run is made from, once for all ranks."""
     if shop.world.is_first:
+        start = "scratch" if shop.start.directory is None else shop.start.version
         target = {"name": shop.target.name, "fingerprint": shop.target.fingerprint}
-        origins.note(shop.run_dir, target=target, start=shop.start.version, data=data)
+        origins.note(shop.run_dir, target=target, start=start, data=data)
 
 
 def _log_to(console: Console) -> None:

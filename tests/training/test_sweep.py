@@ -112,8 +112,8 @@ def test_a_sweep_ends_in_one_comparison(state) -> None:
     assert str(directory) in result.stderr
     record = json.loads((directory / "sweep.json").read_text())
     assert [(each["run"], each["changed"], each["steps"], each["ended"], each["start"]) for each in record["runs"]] == [
-        (names[0], "trainer.learning_rate=0.001", 6, "finished", "ngram"),
-        (names[1], "trainer.learning_rate=0.01", 6, "finished", "ngram"),
+        (names[0], "trainer.learning_rate=0.001", 6, "finished", "scratch"),
+        (names[1], "trainer.learning_rate=0.01", 6, "finished", "scratch"),
     ]
     held_out = {each["run"]: each["heldout_acceptance"] for each in record["runs"]}
     assert record["best"] == max(names, key=lambda name: held_out[name])

@@ -23,7 +23,7 @@ from runtime.backends import load_target
 from runtime.backends.transformers.packed import load_packed
 from runtime.config import DrafterConfig, SessionsConfig, require
 from runtime.devices import choose_device
-from runtime.engine.build import load_drafter
+from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
 from runtime.files import sha256_of
@@ -89,7 +89,8 @@ def capture(config: TrainingConfig, state_dir: Path, console: Console, stop: thr
             job.answer(sink) if config.answers.generate else job.read(sink)
         finally:
             sink.flush()
-    logger.info("%s: %s; rows lie in %s", "stopped" if stop.is_set() else "all rows made", job.made.told(), where)
+    ended = "stopped, the same command makes the rest" if stop.is_set() else "all rows made"
+    logger.info("%s: %s; rows lie in %s", ended, job.made.told(), where)
     return 0
 
 

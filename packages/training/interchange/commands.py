@@ -116,7 +116,8 @@ def import_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
             console.print(f"{path} ({drafter.dialect}) is a drafter for {target.weights.name}; nothing was registered", **PLAIN)
             return 0
         said = f"imported from {path.name} ({drafter.dialect})"
-        version = _registry(config, state_dir).publish(
+        registry = _registry(config, state_dir)
+        version = registry.publish(
             ours if manifest is None else path,  # a version of ours keeps its bytes, and so its id
             parent=None if manifest is None else manifest.parent,
             step=0 if manifest is None else manifest.step,
@@ -124,7 +125,7 @@ def import_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
             metrics={} if manifest is None else manifest.metrics,
             notes=f"{said}: {config.interchange.notes}" if config.interchange.notes else said,
         )
-    console.print(f"{path} is staged as version {version}, {said}", **PLAIN)
+    console.print(f"{path} is staged as version {version} in {registry.root}, {said}; a server there takes it up", **PLAIN)
     return 0
 
 

@@ -144,6 +144,7 @@ def _markdown(outcomes: Sequence[Outcome], winner: Outcome | None) -> str:
 def _draw(runs: Sequence[tuple[Outcome, History]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -159,5 +160,8 @@ def _draw(runs: Sequence[tuple[Outcome, History]], path: Path) -> None:
     accepted.set_ylabel("acceptance length\n(training rows)")
     held_out.set_ylabel("acceptance length\n(held-out rows)")
     held_out.set_xlabel("step")
+    held_out.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (loss, accepted, held_out):
+        axes.ticklabel_format(axis="y", useOffset=False)
     loss.legend(loc="best", fontsize="small")
     figure.savefig(path, dpi=120)

@@ -35,7 +35,7 @@ def test_a_run_notes_target_start_and_data(state: Any) -> None:
     assert run(config) == 0
     record = json.loads((state.root / "training" / "default" / "provenance.json").read_text())
     assert record["target"]["fingerprint"] == state.target.fingerprint
-    assert record["start"] == "ngram", "from scratch"
+    assert record["start"] == "scratch"
     assert record["data"]["features"] == origins.of_rows(state.ledger.trainable())
     [before] = record["earlier"]
     assert before["data"] == record["data"]

@@ -122,17 +122,14 @@ class Progress:
             tokens_per_s=rate,
             **figures,
         )
-        self._shown = (
-            self._shown
-            | {
-                "step": f"{result.step}",
-                "loss": "not finite" if self._loss is None else f"{self._loss:.3f}",
-                "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
-                "learning rate": f"{result.learning_rate:.3g}",
-                "tokens/s": f"{rate:.0f}",
-            }
-            | _words(figures)
-        )
+        newest = {
+            "step": f"{result.step}",
+            "loss": "not finite" if self._loss is None else f"{self._loss:.3f}",
+            "accepted by depth": " ".join(f"{share:.3f}" for share in acceptance),
+            "learning rate": f"{result.learning_rate:.3g}",
+            "tokens/s": f"{rate:.0f}",
+        } | _words(figures)
+        self._shown = newest | {name: shown for name, shown in self._shown.items() if name not in newest}
         left_s = self._left.after(result.step, num_rows, figures)
         if left_s is not None:
             self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
@@ -151,7 +148,10 @@ class Progress:
         self._write("saved", step=step, path=str(directory))
 
     def not_judged(self, step: int, num_rows: int, needed: int) -> None:
-        self._say(f"step {step}: {num_rows} held-out rows, too few to judge by (trainer.gate.min_heldout_rows is {needed})")
+        self._say(
+            f"step {step}: {num_rows} held-out rows, too few to judge by (trainer.gate.min_heldout_rows is {needed}); a larger "
+            "heldout_fraction of what makes the rows holds out more"
+        )
 
     def judged(self, step: int, verdict: Verdict) -> None:
         self._write("judged", step=step, baseline=verdict.baseline.version, is_better=verdict.is_better, **verdict.metrics)

@@ -54,13 +54,15 @@ def test_an_interleaved_run_shows_both_sides(tmp_path: Path, caplog: pytest.LogC
 def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with Progress(tmp_path, Console(file=io.StringIO())) as progress:
+        progress._shown["rows waiting"] = "9"  # before the first step
         progress.stepped(result(1), 4, {"rows_waiting": 3})
         progress.stepped(result(2), 4, {"rows_waiting": 2})  # too soon for another line
         progress.not_judged(2, 3, 8)
         progress.ended("mine", 2, None, is_stopped=False, has_learned=True)
     assert [record.message for record in caplog.records] == [
         "step 1, loss 2.000, accepted by depth 0.600 0.250, learning rate 0.0005, tokens/s 200, rows waiting 3",
-        "step 2: 3 held-out rows, too few to judge by (trainer.gate.min_heldout_rows is 8)",
+        "step 2: 3 held-out rows, too few to judge by (trainer.gate.min_heldout_rows is 8); a larger "
+        "heldout_fraction of what makes the rows holds out more",
         "the run is over at step 2; it has published no version; mode=export export.drafter=mine writes what it has learned",
     ]
 

@@ -4,8 +4,12 @@ refused with one reason, and nothing that exists is changed by a refusal.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +25,7 @@ from runtime.eagle3.checkpoint import CONFIG_FILE, WEIGHTS_FILE, version_id
 from runtime.eagle3.interchange import Dialect, Offered, Verifier, check_files, read_offered, same, write_as
 from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.errors import ConfigError
-from runtime.files import move_directory, temporary_directory
+from runtime.files import move_directory, remove_leftovers, temporary_directory
 from runtime.models import absolute, resolve
 from runtime.registry import Manifest, Registry, validate
 from runtime.registry.manifest import MANIFEST_FILE
@@ -30,6 +34,7 @@ from training.interchange.card import CARD_FILE, read_evaluation, write_card
 from training.interchange.source import Found, find_drafter
 from training.learning.target_weights import TargetWeights, load_target_weights
 
+UNFINISHED = "export-"  # label of what is being written
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # paths as they are, to be copied
 
 
@@ -76,7 +81,7 @@ def export_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
         if config.export.evaluation is not None:
             evaluation = read_evaluation(config.export.evaluation, version_id(found.path), target.weights.fingerprint)
         try:
-            with temporary_directory(out.parent) as unfinished:
+            with _alone_in(out.parent), temporary_directory(out.parent, UNFINISHED) as unfinished:
                 _write(unfinished, drafter, dialect, target, found)
                 write_card(unfinished / CARD_FILE, drafter, dialect, target.weights, found, evaluation)
                 if out.exists():
@@ -88,6 +93,19 @@ def export_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
             ) from error
     console.print(f"{config.export.drafter} is in {out}, as {dialect} spells it; {CARD_FILE} says what it is", **PLAIN)
     return 0
+
+
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """Of all exports into this directory, one at a time; what a killed one left there goes. No lock file stays behind."""
+    parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        remove_leftovers(parent, UNFINISHED)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(directory: Path, drafter: Offered, dialect: Dialect, target: _Target, found: Found) -> None:

@@ -130,6 +130,15 @@ def test_a_run_is_exported_as_it_would_publish(state: Any, tmp_path: Path, more:
     assert [record.version for record in desk.registry.versions()] == [published["version"]]
 
 
+def test_what_a_killed_export_left_goes_with_the_next_one(desk: Desk, version: str, tmp_path: Path) -> None:
+    (tmp_path / ".tmp-export-dead").mkdir()
+    (tmp_path / ".tmp-export-dead" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-other").mkdir()
+    before = {entry.name for entry in tmp_path.iterdir()}
+    desk.export(version, tmp_path / "out")
+    assert {entry.name for entry in tmp_path.iterdir()} == (before | {"out"}) - {".tmp-export-dead"}
+
+
 def test_a_trainer_that_starts_again_leaves_the_drafter_of_its_run_to_whoever_looks_at_it(state: Any) -> None:
     """An evaluation may take hours."""
     state.add(range(8))

@@ -43,7 +43,7 @@ from runtime.config import (
     SpeculationConfig,
     SpeculationMode,
 )
-from runtime.engine.build import load_drafter
+from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import SlipstreamError
 from runtime.features import FeatureTap, open_feature_plane

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from runtime.backends import load_target
 from runtime.backends.base import Target
 from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SessionsConfig, SpeculationConfig
-from runtime.engine.build import load_drafter
+from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.models import ResolvedModel, Tokenizer
 from runtime.threads import give_back_team

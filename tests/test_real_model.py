@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from runtime.backends import load_target
 from runtime.config import (
     BackendConfig,
     DrafterConfig,
@@ -17,8 +18,9 @@ from runtime.config import (
     TreeShape,
 )
 from runtime.drafters.embedded import path_for
-from runtime.engine.build import build_engine
+from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
+from runtime.models import Tokenizer, resolve
 from runtime.types import Done, Event, Failed, SamplingParams, SpeculationStats, TokenLogprob, Tokens
 
 pytestmark = pytest.mark.real_model
@@ -37,7 +39,10 @@ PROMPTS = [
 @pytest.fixture(scope="module", params=[TreeShape.CHAIN, TreeShape.TREE])
 def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     speculation = SpeculationConfig(mode=SpeculationMode.FIXED, shape=request.param)
-    engine = build_engine(ModelConfig(), BackendConfig(), DrafterConfig(), speculation, SessionsConfig())
+    resolved = resolve(ModelConfig().name)
+    target = load_target(BackendConfig(), ModelConfig(), resolved)
+    drafter = load_drafter(DrafterConfig(), target)
+    engine = LocalEngine(target, drafter, Tokenizer.load(resolved.path), speculation, SessionsConfig())
     engine.start()
     yield engine
     engine.stop()

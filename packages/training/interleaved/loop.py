@@ -22,7 +22,7 @@ import torch
 from runtime.backends import load_target
 from runtime.backends.base import TargetInfo
 from runtime.config import DrafterConfig, DrafterKind, FeaturesConfig, SessionsConfig, require
-from runtime.engine.build import load_drafter
+from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ProducerFailed, ProducerLeaked
 from runtime.features.channel import RefChannel

@@ -23,8 +23,8 @@ from runtime.config import (
 )
 from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
+from runtime.drafters.loading import load_drafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
-from runtime.engine.build import load_drafter
 from runtime.engine.local import LocalEngine
 from runtime.models import ResolvedModel, Tokenizer, resolve
 from runtime.types import Done, Event, Failed, SamplingParams, TokenLogprob, Tokens

@@ -15,9 +15,10 @@ from runtime.backends import load_target
 from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.backends.transformers.invariant import RowwiseActivation
 from runtime.config import BackendConfig, DrafterConfig, Dtype, ModelConfig, Numerics, SessionsConfig, SpeculationConfig
-from runtime.engine.build import build_engine
+from runtime.drafters.loading import load_drafter
+from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
-from runtime.models import ResolvedModel, resolve
+from runtime.models import ResolvedModel, Tokenizer, resolve
 from runtime.types import CachePolicy, Done, Event, Failed, SamplingParams, Tokens
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -168,7 +169,9 @@ PROMPTS = ["What is 17 times 3?", "Write a haiku about the sea.", "List five ani
 def test_speculation_in_company_changes_no_token() -> None:
     """Without exception: near-ties are none where every bit is the same."""
     backend, settings = BackendConfig(numerics=Numerics.INVARIANT), SessionsConfig(prefill_chunk_tokens=16)
-    engine = build_engine(ModelConfig(device="cpu"), backend, DrafterConfig(), SpeculationConfig(), settings)
+    resolved = resolve("smollm2-135m")
+    target, tokenizer = load_target(backend, ModelConfig(device="cpu"), resolved), Tokenizer.load(resolved.path)
+    engine = LocalEngine(target, load_drafter(DrafterConfig(), target), tokenizer, SpeculationConfig(), settings)
 
     def start(prompt: str, speculate: bool) -> queue.SimpleQueue[Event]:
         session = engine.create_session()

@@ -1,7 +1,4 @@
-"""From settings to an engine: model, target, tokenizer, drafter. For programs that keep no registry of drafters.
-
-The engine is not started: its caller owns its life.
-"""
+"""From settings to a drafter, for programs that keep no registry of versions."""
 
 from __future__ import annotations
 
@@ -9,34 +6,19 @@ from pathlib import Path
 
 import torch
 
-from runtime.backends import load_target
 from runtime.backends.base import Target
-from runtime.config import BackendConfig, DrafterConfig, DrafterKind, ModelConfig, SessionsConfig, SpeculationConfig
+from runtime.config import DrafterConfig, DrafterKind
 from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.embedded import path_for
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3 import checkpoint
-from runtime.engine.local import LocalEngine
-from runtime.models import Tokenizer, resolve
-
-
-def build_engine(
-    model: ModelConfig,
-    backend: BackendConfig,
-    drafter: DrafterConfig,
-    speculation: SpeculationConfig,
-    sessions: SessionsConfig,
-) -> LocalEngine:
-    """Load everything. ModelError, ConfigError or DrafterRejected with one sentence if that fails."""
-    resolved = resolve(model.name)
-    target = load_target(backend, model, resolved)
-    return LocalEngine(target, load_drafter(drafter, target), Tokenizer.load(resolved.path), speculation, sessions)
 
 
 def load_drafter(config: DrafterConfig, target: Target) -> Drafter:
-    """The drafter that the settings name; auto: the one embedded for this model, else n-gram lookup."""
+    """The drafter that the settings name; auto: the one embedded for this model, else n-gram lookup.
+    DrafterRejected if it does not fit."""
     match config.kind:
         case DrafterKind.NONE:
             return NoDrafter()

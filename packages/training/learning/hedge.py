@@ -18,7 +18,7 @@ from runtime.eagle3 import DraftVocabulary, Eagle3Model
 from training.config import TrainerConfig
 from training.data.batches import TrainingRow
 from training.learning.distributed import ALONE, World
-from training.learning.learner import Learner, StepResult
+from training.learning.learner import Learner, StepResult, under
 from training.learning.target_weights import TargetWeights
 
 SHARED = ("scale", "d2t", "t2d")  # tensors that heads have in common
@@ -118,8 +118,7 @@ def restore(
         return Learner.restore(tensors, state, target, config, world)
     heads: list[Learner] = []
     for i, of_head in enumerate(state["heads"]):
-        prefix = f"head{i}."
-        own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        own = under(f"head{i}.", tensors)
         rate = None if config.learning_rate is None or config.hedge is None else config.learning_rate * config.hedge[i]
         teacher = heads[0].teacher if heads else None
         heads.append(Learner.restore(own, of_head, target, config, world, teacher=teacher, learning_rate=rate))

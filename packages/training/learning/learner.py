@@ -226,11 +226,11 @@ class Learner:
         of the configured one, or the one it had."""
         vocabulary = DraftVocabulary.from_tensors(tensors["d2t"], tensors["t2d"])
         model = Eagle3Model(Eagle3Config.from_dict(state["eagle3"]), vocabulary, target.embedding)
-        model.load_state_dict(_under("model.", tensors))
+        model.load_state_dict(under("model.", tensors))
         model = _with_factor(model.to(target.device), tensors["scale"])
         rate = learning_rate or config.learning_rate or state["learning_rate"]
         learner = Learner(model, tensors["scale"], target, config, rate, world, teacher)
-        learner._optimizer.restore(_under("optimizer.", tensors), state["num_steps"])
+        learner._optimizer.restore(under("optimizer.", tensors), state["num_steps"])
         learner._elapsed_s = state.get("elapsed_s", 0.0)
         return learner
 
@@ -295,5 +295,6 @@ def _with_factor(model: Eagle3Model, factor: torch.Tensor) -> Eagle3Model:
     return result
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those whose names begin so, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

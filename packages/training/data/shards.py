@@ -12,7 +12,8 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -42,9 +43,10 @@ class TokenShards:
         flush_every_s: float,  # and after so long
         counts: Callable[[], Mapping[str, Any]] = dict,  # what else the manifest is to say
     ) -> None:
-        """ConfigError if the directory holds rows of another origin, or is not a directory of rows."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _hold(directory)
+        """ConfigError if the directory holds rows of another origin, is not a directory of rows, or cannot be written."""
+        with _writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _hold(directory)
         self.directory = directory
         self._origin = json.loads(json.dumps(dict(origin)))
         self._vocab_size = vocab_size
@@ -57,7 +59,8 @@ class TokenShards:
         self._num_tokens = 0
         self._flushed_at = time.monotonic()
         try:
-            self._go_on()
+            with _writing(directory):
+                self._go_on()
         except BaseException:
             self._lock.close()
             raise
@@ -116,15 +119,18 @@ class TokenShards:
 
     def flush(self) -> None:
         """Everything is durable when this returns."""
-        if self._rows:
-            corpus = Corpus.of(self._rows, self._vocab_size)
-            number = _number(Path(self._shards[-1]["file"])) + 1 if self._shards else 0  # behind the last, if some are missing
-            path = self.directory / f"shard-{number:05d}.safetensors"
-            write_atomic(path, save(corpus.tensors()))
-            self._enter(path, corpus)
-            self._rows.clear()
-            self._num_tokens = 0
-        self._write_manifest()
+        with _writing(self.directory):
+            if self._rows:
+                corpus = Corpus.of(self._rows, self._vocab_size)
+                number = (
+                    _number(Path(self._shards[-1]["file"])) + 1 if self._shards else 0
+                )  # behind the last, if some are missing
+                path = self.directory / f"shard-{number:05d}.safetensors"
+                write_atomic(path, save(corpus.tensors()))
+                self._enter(path, corpus)
+                self._rows.clear()
+                self._num_tokens = 0
+            self._write_manifest()
         self._flushed_at = time.monotonic()
 
     def totals(self) -> dict[str, int]:
@@ -139,6 +145,18 @@ class TokenShards:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.close()
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """ConfigError, with the directory's name, for one that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"Rows cannot be written into {directory} ({error}); give another answers.directory, or make room. What is there is "
+            "safe: the same command goes on from it."
+        ) from error
 
 
 def _hold(directory: Path) -> TextIO:

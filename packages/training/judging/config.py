@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape, require, require_directory
 
@@ -65,6 +66,9 @@ class EvaluateConfig:
             speculation_of(shape)
         ok = bool(self.temperatures) and all(0.0 <= each <= 2.0 for each in self.temperatures)
         require(ok, "evaluate.temperatures", self.temperatures, "a list of at least one, each between 0 and 2")
+        for name in ("shapes", "temperatures"):
+            values: list[Any] = getattr(self, name)
+            require(len(set(values)) == len(values), f"evaluate.{name}", values, "a list of different ones")
         ok = bool(self.lengths) and all(each >= 2 for each in self.lengths)
         require(ok, "evaluate.lengths", self.lengths, "a list of at least one, each at least 2 tokens")
         ok = self.per_category is None or self.per_category >= 1

@@ -27,7 +27,7 @@ from rich.console import Console
 from runtime import machine
 from runtime.backends import load_target
 from runtime.backends.base import Target
-from runtime.config import SessionsConfig
+from runtime.config import SessionsConfig, require
 from runtime.configuration import provenance
 from runtime.drafters.none import NoDrafter
 from runtime.engine.local import LocalEngine
@@ -77,6 +77,8 @@ def evaluate_drafter(config: TrainingConfig, state_dir: Path, console: Console, 
         given = [settings.drafter, *([settings.against] if settings.against is not None else [])]
         words = [as_served(registry, target.name) if word == AUTO else word for word in given]
         candidates = [stack.enter_context(find(word, on_disk)) for word in words]
+        is_other = len({each.version for each in candidates}) == len(candidates)
+        require(is_other, "evaluate.against", settings.against, f"another drafter than {settings.drafter!r}, or null")
         out = _directory(config, state_dir, resolved, suites, candidates)
         log = AnswerLog(out / "answers.jsonl")
         stack.callback(log.close)
@@ -281,7 +283,10 @@ def _directory(
     asked = {"drafters": [each.version for each in candidates], "shapes": settings.shapes, "per_category": settings.per_category}
     key = sha256(dump_json({**decisive, **asked, "temperatures": settings.temperatures})).hexdigest()[:12]
     out = state_dir / "evaluations" / key if settings.out is None else absolute("evaluate.out", settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"evaluate.out is {str(out)!r}, which cannot be made ({error}); give another directory.") from error
     path = out / "settings.json"
     if path.exists():
         before = _settings_of(path)

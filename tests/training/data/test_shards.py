@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,23 @@ def test_a_changed_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     assert read_shard(path)  # whole, as far as one can see
     with pytest.raises(ConfigError, match="is not what its manifest says"):
         opened(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_directory_and_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"Rows cannot be written into .*give another answers\.directory"):
+        opened(tmp_path / "file" / "rows")
+    (tmp_path / "file").unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path, shard_tokens=10**6) as shards:
+        shards.add(rows(*range(100)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with pytest.raises(ConfigError, match=r"Rows cannot be written into .*What is there is safe"):
+                shards.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert names(tmp_path) == []
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [".lock", "manifest.json"]
+        shards.flush()
+    assert names(tmp_path) == [f"p{n}" for n in range(100)]

@@ -133,6 +133,17 @@ def test_answers_to_something_else_are_not_mixed_in(state, prompts: Path, tmp_pa
     assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
 
 
+def test_a_drafter_is_not_compared_with_itself(state, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.against is 'ngram'; it must be another drafter"):
+        run(settings(state, prompts, against="ngram", out=str(tmp_path / "out")), state)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_made_is_named(state, prompts: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.out is .*which cannot be made"):
+        run(settings(state, prompts, out=str(prompts)), state)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=range(3))
 def test_a_directory_whose_settings_are_damaged_is_refused(state, prompts: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "out").mkdir()
@@ -235,6 +246,8 @@ def test_intervals_cover_what_they_should() -> None:
         ({"shapes": ["tree-5-4-4"]}, "evaluate.shapes is 'tree-5-4-4'"),
         ({"shapes": ["chain-0"]}, "evaluate.shapes is 'chain-0'"),
         ({"temperatures": [3.0]}, "evaluate.temperatures is [3.0]"),
+        ({"temperatures": [0.5, 0.5]}, "evaluate.temperatures is [0.5, 0.5]"),
+        ({"shapes": ["chain-3", "chain-3"]}, "evaluate.shapes is ['chain-3', 'chain-3']"),
         ({"lengths": [1]}, "evaluate.lengths is [1]"),
         ({"drafter": " "}, "evaluate.drafter is ' '"),
         ({"against": ""}, "evaluate.against is ''"),

@@ -52,9 +52,12 @@ class SlowDecoder:
     depths: list[int] = field(default_factory=list)
     rows_of_steps: list[int] = field(default_factory=list)
     num_discarded: int = 0
+    num_sampled: int = 0  # sequences that came here to be sampled
+    loaded: list[Eagle3Model] = field(default_factory=list)
     step: _Step | None = None
 
-    def load_drafter(self, _model: Eagle3Model) -> bool:
+    def load_drafter(self, model: Eagle3Model) -> bool:
+        self.loaded.append(model)
         return True
 
     def depth_of(self, num_sequences: int) -> int:
@@ -89,6 +92,7 @@ class SlowDecoder:
                 self.pending[cache] = list(history)
                 if one is not None:
                     self.sampled[cache] = one
+                    self.num_sampled += 1
             known = self.pending[cache]
             assert len(known) == self.target.length(cache) + 1
             steps.append(self._in_a_row(cache, known, num_steps) if num_steps > 1 else self._one(cache, known, [], depth))
@@ -224,6 +228,7 @@ def test_what_the_host_must_see_goes_the_general_way(fused: Fused, oracle: Targe
     expected = greedy_reference(oracle, prompt, 30)
     with_logprobs = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=True))
     penalized = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=1.0, presence_penalty=0.5, ignore_eos=True))
+    biased = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logit_bias={97: 100.0}))
     plain = fused.begin(prompt, GREEDY, SessionOptions(drafter_policy=DrafterPolicy("off")))
     assert (with_logprobs.wait().speculation.num_steps, len(with_logprobs.logprobs)) != (0, 0)
     assert with_logprobs.token_ids == expected
@@ -231,7 +236,9 @@ def test_what_the_host_must_see_goes_the_general_way(fused: Fused, oracle: Targe
     assert plain.token_ids == expected
     penalized.wait()
     assert len(penalized.token_ids) == 30
-    assert not fused.decoder.sampled, "nobody sampled there"
+    biased.wait()
+    assert biased.token_ids == [97] * 30
+    assert fused.decoder.num_sampled == 0, "nobody sampled there"
 
 
 SAMPLED = [
@@ -289,6 +296,7 @@ def test_many_sessions_take_several_plain_steps_in_a_row(fused: Fused, oracle: T
 def test_cancelled_closed_and_swapped_midway(fused: Fused, oracle: Target):
     rng = random.Random(1)
     kept: list[tuple[list[int], Listener]] = []
+    new = random_eagle3(oracle, seed=9)
     for seed in range(12):
         prompt = prompt_of(seed, rng.randrange(4, 20))
         session_id = fused.engine.create_session().session_id
@@ -303,10 +311,11 @@ def test_cancelled_closed_and_swapped_midway(fused: Fused, oracle: Target):
         else:
             kept.append((prompt, listener))
         if seed == 6:
-            fused.engine.swap_drafter(random_eagle3(oracle, seed=9))
+            fused.engine.swap_drafter(new)
     for prompt, listener in kept:
         listener.wait()
         assert listener.token_ids == greedy_reference(oracle, prompt, 30)
+    assert fused.decoder.loaded[-1] is new.model, "the device drafts with its weights from the next step on"
 
 
 def test_a_drafter_of_another_kind_takes_its_sessions_the_general_way(fused: Fused, oracle: Target):

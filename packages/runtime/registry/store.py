@@ -94,7 +94,8 @@ class Registry:
                 _copy(checkpoint_dir, copy)
                 config = read_config(copy)
                 if config.aux_layer_ids is None:
-                    raise rejected(RejectReason.LAYER_IDS, f"{checkpoint_dir} names no auxiliary layers; a version must.")
+                    said = "names no auxiliary layers; a version must. Let python -m training mode=import stage it with them."
+                    raise rejected(RejectReason.LAYER_IDS, f"{checkpoint_dir} {said}")
                 version = version_id(copy)
                 manifest = Manifest(
                     version=version,

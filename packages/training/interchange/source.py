@@ -72,7 +72,7 @@ def find_drafter(
         if not directory.is_dir():
             raise ConfigError(
                 f"{setting} is {word!r}; it must be active, embedded, a version of {registry.root}, a run of {runs} with a "
-                "checkpoint, or a checkpoint directory."
+                "checkpoint, a checkpoint directory, or, with mode=evaluate, auto, ngram or none."
             )
         manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).is_file() else None
         yield Found(directory, manifest, *((None, None) if manifest is None else _made_by(manifest.version, runs)))

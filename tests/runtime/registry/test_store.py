@@ -172,7 +172,7 @@ def test_a_checkpoint_without_layer_ids_is_not_published(
     registry: Registry, make_checkpoint: MakeCheckpoint, config: Eagle3Config
 ) -> None:
     path = make_checkpoint(config=dataclasses.replace(config, aux_layer_ids=None))
-    with pytest.raises(DrafterRejected, match="names no auxiliary layers") as caught:
+    with pytest.raises(DrafterRejected, match=r"names no auxiliary layers; .* mode=import stage it") as caught:
         registry.publish(path, parent=None, step=0, target_fingerprint="f", metrics={})
     assert caught.value.reason == "LAYER_IDS"
 

@@ -100,6 +100,8 @@ def test_out_and_in_again_is_the_same_version(desk: Desk, version: str, tmp_path
 def test_the_active_version_is_meant_if_none_is_named(desk: Desk, version: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no version of .* is active"):
         desk.export("active", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"is 'actve'; it must be active, .* with mode=evaluate, auto, ngram or none"):
+        desk.export("actve", tmp_path / "out")
     desk.registry.activate(version)
     desk.export("active", tmp_path / "out")
     assert Manifest.read(tmp_path / "out").version == version

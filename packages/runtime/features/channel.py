@@ -22,7 +22,6 @@ from runtime.features.refs import SampleRef, refuse_tensors
 class ChannelFigures:
     num_waiting: int  # published, not taken yet
     num_outstanding: int  # published, not acknowledged yet
-    outstanding_bytes: int
     is_open: bool  # the gate: False while the producer waits for acknowledgements
     num_closings: int  # how often the gate has closed
 
@@ -59,7 +58,7 @@ class _State:
     def figures(self) -> ChannelFigures:
         with self.changed:
             flow = self.flow
-            return ChannelFigures(len(self.refs), flow.num_rows, flow.num_bytes, flow.is_open, flow.num_closings)
+            return ChannelFigures(len(self.refs), flow.num_rows, flow.is_open, flow.num_closings)
 
 
 class ProducerView:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -185,8 +185,11 @@ class _Job:
         answers.skip(sink.is_known)
         self.made.found = answers.num_done
         engine.start()
-        with closing(_Stopped(engine)), Bar(self._console, "answers") as bar:
-            self._take(answers, sink, bar)
+        try:
+            with Bar(self._console, "answers") as bar:
+                self._take(answers, sink, bar)
+        finally:
+            engine.stop()
 
     def _take(self, answers: Answers, sink: Sink, bar: Bar) -> None:
         began = time.monotonic()
@@ -217,10 +220,3 @@ class _Job:
                 sink.add([row])
                 self.made.add([row])
                 bar.show(done, len(found.corpus))
-
-
-class _Stopped:
-    """Ends an engine's life with a block."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.close = engine.stop

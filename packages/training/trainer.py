@@ -270,6 +270,7 @@ class Trainer:
         if self._world.is_first:
             for directory in checkpoint.finished(self._checkpoints):
                 self._check_structure(checkpoint.load_state(directory)["structure"])
+                logger.warning("%s is left aside: no ledger knows of it, so the run begins anew", directory)
 
     def _check_structure(self, before: Mapping[str, Any]) -> None:
         for name, now in self._structure.items():

@@ -96,6 +96,14 @@ def test_another_kind_of_run_takes_no_place_that_is_taken(state, chats: Path, mo
     assert run(other) == 0
 
 
+def test_a_checkpoint_whose_ledger_is_lost_is_told(state, chats: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(settings(state, chats, trainer__max_steps=2)) == 0
+    for file in (state.root / "training" / "default").glob("ledger.sqlite*"):
+        file.unlink()
+    assert run(settings(state, chats, trainer__max_steps=1)) == 0
+    assert "step-00000002 is left aside: no ledger knows of it, so the run begins anew" in caplog.text
+
+
 def test_the_target_answers_and_a_drafter_learns_from_the_shards(state, chats: Path) -> None:
     answers = AnswersConfig(max_tokens=16, temperatures=[0.0, 1.0], output=Output.TOKENS, concurrency=8)
     assert run(state.config(mode=Mode.CAPTURE, data__prompts=str(chats), answers=answers)) == 0

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from training.data.conversations import by_reason
 from training.data.corpus import Found
 from training.interleaved.producer import HELDOUT, ROW, UNUSABLE, Round
 from training.judging.gate import Published, Verdict
@@ -203,7 +204,7 @@ class Progress:
     def prompts(self, num_prompts: int, left_out: Mapping[str, int]) -> None:
         self._shown.pop("lines tokenised", None)
         self._write("prompts", prompts=num_prompts, left_out=dict(left_out))
-        but = "".join(f", {count} left out: {reason.replace('_', ' ')}" for reason, count in left_out.items())
+        but = "".join(f", {each}" for each in by_reason(left_out))
         self._say(f"{num_prompts} prompts{but}")
 
     def producing(self, figures: Mapping[str, str]) -> None:

@@ -248,23 +248,6 @@ def test_logprobs_equal_those_of_plain_decoding(make_engine: MakeEngine, target:
         assert len(a.top) == 3
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(presence_penalty=1.5, temperature=0.0), SamplingParams(repetition_penalty=1.8, temperature=0.0)]
-)
-def test_penalties_advance_with_every_accepted_token(make_engine: MakeEngine, target: Target, params: SamplingParams) -> None:
-    from dataclasses import replace
-
-    params = replace(params, max_tokens=40, ignore_eos=True)
-    prompt = prompt_of(1)
-    plain, _ = run(make_engine(), prompt, params)
-    script = [*prompt, *plain.token_ids]
-    drafter = ScriptedDrafter(lambda history, depth: script[len(history) : len(history) + depth])
-    fast, done = run(make_engine(drafter), prompt, params)
-    assert fast.token_ids == plain.token_ids
-    assert done.speculation.mean_acceptance_length > 4
-    assert plain.token_ids != greedy_reference(target, prompt, 40)
-
-
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(make_engine: MakeEngine) -> None:
     engine = make_engine(random_drafter())
     params = SamplingParams(max_tokens=30, seed=7, ignore_eos=True)

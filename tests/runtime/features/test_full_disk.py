@@ -28,9 +28,11 @@ def open_plane():
     store = LocalDirectoryStore(Path("features"), 1 << 24)
     return store, Ledger(Path("features/ledger.sqlite"), exists=store.exists)
 
-def capture(names):
-    tap = FeatureTap(store, ledger, CaptureConfig(heldout_fraction=0.0), run_id="server",
+def open_tap():
+    return FeatureTap(store, ledger, CaptureConfig(heldout_fraction=0.0), run_id="server",
         target_info=TargetInfo("tiny", "fp", 320, 8, 6, 2048, (1, 2, 3), (257,), "float32", "cpu"))
+
+def capture(tap, names):
     for name in names:
         tap.offer(turn(name))
     tap.close()
@@ -45,16 +47,17 @@ def say(**what):
 
 FULL = """
 store, ledger = open_plane()
-before = capture("ab")
+before = capture(open_tap(), "ab")
+tap = open_tap()
 limit(4096)  # whatever grows beyond it is refused by the system, as on a full disk: rows, and the databases' journals
-during = capture("cde")
+during = capture(tap, "cde")
 try:
     ledger.lease("run", 9, 60)
     said = ""
 except FeatureUnavailable as error:
     said = str(error)
 limit(resource.RLIM_INFINITY)
-after = capture("cf")
+after = capture(open_tap(), "cf")
 rows = [ref.sample_id for ref in ledger.lease("run", 9, 60)]
 read = [store.get(ref)[0].num_tokens for ref in ledger.leased("run")]
 say(before=before, during=during, said=said, after=after, num_rows=len(rows), read=read, files=len(os.listdir("features/rows")))
@@ -62,7 +65,7 @@ say(before=before, during=during, said=said, after=after, num_rows=len(rows), re
 
 READ_ONLY = """
 store, ledger = open_plane()
-before = capture("ab")
+before = capture(open_tap(), "ab")
 store.close()
 ledger.close()
 for place in ("features/rows", "features"):
@@ -83,8 +86,10 @@ say(before=before, said=said)
 
 def _run(nursery: Any, code: str, directory: Path) -> dict[str, Any]:
     nursery.start(BEGIN + code, [str(directory)])
-    told: dict[str, Any] = json.loads(nursery.line())
+    line = nursery.line()
+    assert line.startswith("{"), f"the process ended with {line}, before it said anything"
     assert nursery.end() == [0]
+    told: dict[str, Any] = json.loads(line)
     return told
 
 

@@ -153,6 +153,11 @@ class World:
 ALONE = World()
 
 
+_LEFT: list[Any] = []
+"""Groups that were left. Who drops the last reference to one joins its threads, which may ask for the interpreter lock to drop
+what they last worked on: a DDP reducer would do that while it holds the lock, and both would wait for ever."""
+
+
 @contextmanager
 def joined(parallel: Parallel, device: str, timeout_s: float) -> Iterator[World]:
     """Join the processes that torchrun started, if it did. device: `model.device`. A rank that leaves with an error says so to
@@ -187,6 +192,7 @@ def joined(parallel: Parallel, device: str, timeout_s: float) -> Iterator[World]
         world.say_why(error)
         raise
     finally:
+        _LEFT.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from runtime.rpc.drafters_client import DrafterClient
 from runtime.rpc.v1 import drafters_pb2, runtime_pb2
 from runtime.types import SamplingParams, Tokens
 
-from .conftest import Running, at_home, make_config, random_drafter, start
+from .conftest import Running, at_home, make_config, random_drafter, start, wait_for
 from .test_error_table import ROWS
 
 SESSIONS = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"]
@@ -192,6 +192,7 @@ class Fuzzed:
         self.client.append(live.session_id, [5, 6, 7, 8])
         *_, done = self.client.generate(live.session_id, GREEDY)
         assert done.history_length == LENGTH
+        wait_for(lambda: self.client.get_session(live.session_id).cached_tokens == LENGTH)  # the last token comes behind the end
         self.names |= {LIVE: live.session_id, CLOSED: closed.session_id}
 
     def held(self) -> Any:

@@ -460,7 +460,7 @@ def test_a_client_can_be_made_from_reflection_alone(channel: grpc.Channel) -> No
     pool = DescriptorPool(database)
     described = {name: {method.name for method in pool.FindServiceByName(name).methods} for name in SERVICES}
     assert {"CreateSession", "Generate", "ForkSession", "SaveSession", "RestoreSession"} <= described[SERVICES[0]]
-    assert described[SERVICES[1]] == {"Stage", "Validate", "Activate", "Rollback", "List", "Get", "Watch"}
+    assert described[SERVICES[1]] == {"Stage", "Validate", "Activate", "Rollback", "List", "Get", "Download", "Watch"}
     method = pool.FindServiceByName(SERVICES[0]).FindMethodByName("CreateSession")
     make, read = (GetMessageClass(one) for one in (method.input_type, method.output_type))
     call = channel.unary_unary(

@@ -78,8 +78,11 @@ class Grammars:
             matcher = llguidance.LLMatcher(self._vocabulary, _source(grammar), log_level=0)
         except ValueError as error:  # beyond what the engine reads at all, such as hundreds of levels
             raise InvalidRequest("grammar", f"The grammar cannot be enforced: {_said(str(error))}.") from error
-        if matcher.is_error():
-            raise InvalidRequest("grammar", f"The grammar cannot be enforced: {_said(matcher.get_error())}.")
+        start = matcher.deep_copy()
+        if not start.is_error():
+            start.compute_bitmask()  # some cannot even begin
+        if start.is_error():
+            raise InvalidRequest("grammar", f"The grammar cannot be enforced: {_said(start.get_error())}.")
         return matcher
 
 

@@ -113,6 +113,7 @@ def test_ids_without_a_token_are_never_allowed(grammars: Grammars, tokenizer: To
         ("json_schema", "false", "allows no text"),
         ("json_schema", '"' + "x" * MAX_GRAMMAR_CHARS + '"', str(MAX_GRAMMAR_CHARS)),
         ("lark", "start: nowhere", "nowhere"),
+        ("lark", "start: start", "NoExtensionBias"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(grammars: Grammars, kind: str, text: str, said: str) -> None:

@@ -186,7 +186,7 @@ class DataConfig:
     lease_timeout_s: float = 120.0  # rows of a trainer that died return to the queue after it
     poll_s: float = 0.25
     prompts: str | None = None  # interleaved, capture: conversations, one JSON object a line: a file, directory or pattern
-    corpus: str | None = None  # offline: conversations, or a directory of token rows; null: the rows of features.root
+    corpus: str | None = None  # offline: conversations, or one or more directories of token rows; null: those of features.root
     max_tokens: int = 2048  # of a row of a corpus; a longer one is cut there
     heldout_fraction: float = 0.01  # of a corpus's conversations, for the gate
 
@@ -206,7 +206,7 @@ class DataConfig:
         ok = self.prompts is None or bool(self.prompts.strip())
         require(ok, "data.prompts", self.prompts, "a file of conversations, or null")
         ok = self.corpus is None or bool(self.corpus.strip())
-        require(ok, "data.corpus", self.corpus, "conversations, a directory of token rows, or null")
+        require(ok, "data.corpus", self.corpus, "conversations, directories of token rows, or null")
         require(self.max_tokens >= 8, "data.max_tokens", self.max_tokens, "at least 8")
         ok = 0.0 <= self.heldout_fraction <= 0.5
         require(ok, "data.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")

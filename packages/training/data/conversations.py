@@ -81,9 +81,6 @@ def files_of(setting: str, given: str) -> list[Path]:
         files = [path]
     else:
         files = sorted(Path(name) for name in glob.glob(str(path)))
-    shards = sorted(manifest.parent for manifest in path.glob("*/manifest.json")) if not files and path.is_dir() else []
-    if shards:
-        raise ConfigError(f"{setting} is {given!r}, which holds directories of token rows; name one, such as {shards[0]}.")
     if not files:
         raise ConfigError(f"{setting} is {given!r}, and no file is there; give a JSONL file, a directory of them, or a pattern.")
     for file in files:

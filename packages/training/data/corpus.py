@@ -1,4 +1,4 @@
-"""From what `data.corpus` names to rows of tokens: a directory of shards, or conversations, which are tokenised once.
+"""From what `data.corpus` names to rows of tokens: directories of shards, or conversations, which are tokenised once.
 
 Tokenised rows are kept under a key of all that they depend on: the files' content, the tokenizer, its chat template, the size
 of the vocabulary and the longest row. Knows no model and no features.
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 
 from runtime.errors import ConfigError, FeatureError
 from runtime.files import sha256_of, write_atomic
-from runtime.models import Tokenizer, absolute
+from runtime.models import Tokenizer
 from training.data import conversations, shards
 from training.data.conversations import Report, by_reason
 from training.data.encoding import NOTHING_TO_LEARN, TOO_LONG, TRUNCATED, Encoder
@@ -47,9 +47,9 @@ class Found:
 def load_corpus(given: str, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, cache: Path, report: Report) -> Found:
     """The rows that data.corpus means. cache: a directory for tokenised rows. ConfigError if nothing can be learned from them,
     or they cannot be read, or are of another vocabulary."""
-    path = absolute("data.corpus", given)
-    if shards.is_shard_directory(path):
-        found = _of_shards(path, tokenizer, vocab_size, max_tokens)
+    directories = shards.directories_of("data.corpus", given)
+    if directories:
+        found = _of_shards(directories, tokenizer, vocab_size, max_tokens)
     else:
         found = encode_files(
             "data.corpus", conversations.files_of("data.corpus", given), tokenizer, vocab_size, max_tokens, cache, report
@@ -99,17 +99,19 @@ def _kept(path: Path) -> Found | None:
         return None
 
 
-def _of_shards(directory: Path, tokenizer: Tokenizer, vocab_size: int, max_tokens: int) -> Found:
-    origin = shards.read_manifest(directory)["origin"]
+def _of_shards(directories: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, max_tokens: int) -> Found:
+    origin = shards.read_manifest(directories[0])["origin"]  # the others have this in common with it
     if origin.get("vocabulary_hash") != tokenizer.vocabulary_hash:
         raise ConfigError(
-            f"The rows in {directory} are ids of another vocabulary than that of model.name; give that model, or make rows "
+            f"The rows in {directories[0]} are ids of another vocabulary than that of model.name; give that model, or make rows "
             "of this one with mode=capture."
         )
-    parts = list(shards.read_shards(directory))
+    parts = shards.read_together(directories)
     corpus = Corpus.concat(parts) if parts else Corpus.of([], vocab_size)
     if len(corpus) and int(corpus.token_ids.numpy().max()) >= vocab_size:
-        raise ConfigError(f"A row in {directory} has an id beyond the {vocab_size} of model.name; make the rows anew.")
+        raise ConfigError(
+            f"A row in {' or '.join(map(str, directories))} has an id beyond the {vocab_size} of model.name; make the rows anew."
+        )
     if not len(corpus) or (int(corpus.lengths.max()) <= max_tokens and corpus.teaches.all()):
         return Found(corpus)
     return _cut(corpus, vocab_size, max_tokens)

@@ -3,11 +3,13 @@
     <directory>/{manifest.json, shard-00000.safetensors, shard-00001.safetensors, ...}
 
 A shard is complete by itself: killed between a shard and its manifest, a maker finds the shard and goes on behind it. The
-manifest holds counts and hashes, and the `origin`: the settings that all rows of one directory share. Knows no model.
+manifest holds counts and hashes, and the `origin`: the settings that all rows of one directory share. Several directories, say
+of several machines, are read as one where they were made with one model, and no row is in two of them. Knows no model.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import time
@@ -23,11 +25,18 @@ from safetensors.torch import load, save
 
 from runtime.errors import ConfigError, FeatureError
 from runtime.files import TEMPORARY_PREFIX, dump_json, hold, sha256_of, write_atomic
+from runtime.models import absolute
 from training.data.tokens import Corpus, TokenRow, name_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+SHARED = {  # in the origin, what directories that are read as one have in common
+    "target_fingerprint": "model",
+    "tokenizer_hash": "tokenizer",
+    "vocabulary_hash": "vocabulary",
+    "template_hash": "chat template",
+}
 
 
 class TokenShards:
@@ -166,8 +175,26 @@ def _hold(directory: Path) -> TextIO:
         raise ConfigError(f"Another process is writing rows into {directory}; stop it, or give another directory.") from error
 
 
-def is_shard_directory(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+def directories_of(setting: str, given: str) -> list[Path]:
+    """The directories of token rows that a setting means, by name: one, the directory above several, or a pattern. None: it
+    means something else. ConfigError if it means such directories, and others."""
+    path = absolute(setting, given)
+    if (path / MANIFEST).is_file():
+        return [path]
+    if path.is_dir():
+        found = [each for each in path.iterdir() if each.suffix == ".jsonl" or (each.is_dir() and each.name[0] != ".")]
+    elif not path.exists() and glob.has_magic(given):
+        found = [Path(name) for name in glob.glob(str(path))]
+    else:
+        return []
+    directories = sorted(each for each in found if (each / MANIFEST).is_file())
+    others = sorted(set(found) - set(directories))
+    if directories and others:
+        raise ConfigError(
+            f"{setting} is {given!r}, which means directories of token rows, such as {directories[0]}, and also {others[0]}, "
+            f"which has no {MANIFEST}; complete or move what is none, or give a pattern of those that are meant."
+        )
+    return directories
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -211,6 +238,33 @@ def read_shard(path: Path) -> Corpus:
         return Corpus.from_tensors(load(path.read_bytes()))
     except (OSError, SafetensorError, FeatureError) as error:
         raise ConfigError(f"Shard {path} cannot be used: {error}. Restore it, or make the directory anew.") from error
+
+
+def read_together(directories: Sequence[Path]) -> list[Corpus]:
+    """All shards of all directories, in order. ConfigError if the directories have not all that is SHARED in common, if two of
+    them hold a row of one name, or for a shard that is missing or changed."""
+    parts: list[Corpus] = []
+    origins = [read_manifest(directory)["origin"] for directory in directories]
+    for directory, origin in zip(directories, origins, strict=True):
+        for name, told in SHARED.items():
+            if origin.get(name) != origins[0].get(name):
+                raise ConfigError(
+                    f"The rows in {directories[0]} and {directory} were made with another {told} each ({name} "
+                    f"{origins[0].get(name)!r} and {origin.get(name)!r}), so they cannot be added up; give one of the two, or "
+                    "make its rows anew."
+                )
+    where: dict[str, Path] = {}
+    for directory in directories:
+        for part in read_shards(directory):
+            for source, answer, _ in part.labels:
+                name = name_of(source, answer)
+                if where.setdefault(name, directory) != directory:
+                    raise ConfigError(
+                        f"{where[name]} and {directory} both hold a row of the name {name!r}, so they cannot be added up; give "
+                        "one of the two, or capture with prompts whose ids differ."
+                    )
+            parts.append(part)
+    return parts
 
 
 def read_shards(directory: Path) -> Iterable[Corpus]:

@@ -29,6 +29,20 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
+def row(source: str) -> TokenRow:
+    return TokenRow(source, "", [1, 2, 3, 4], ((1, 4),), 0.5)
+
+
+def make_rows(directory: Path, tokenizer: Tokenizer, rows: list[TokenRow], **origin: str) -> None:
+    settings = {"vocabulary_hash": tokenizer.vocabulary_hash} | origin
+    with TokenShards(directory, settings, tokenizer.vocab_size, shard_tokens=1, flush_every_s=0.0) as shards:
+        shards.add(rows)
+
+
+def names(found: Found) -> list[str]:
+    return [found.corpus.name(r) for r in range(len(found.corpus))]
+
+
 def load(chats: Path, tokenizer: Tokenizer, max_tokens: int = 2048, vocab_size: int | None = None) -> tuple[Found, bool]:
     """What was found, and whether it had to be tokenised."""
     cache = chats.parent / "cache"
@@ -71,18 +85,41 @@ def test_a_corpus_that_teaches_nothing_is_refused(chats: Path, tokenizer: Tokeni
         load(chats.with_name("absent*"), tokenizer)
 
 
-def test_the_directory_above_token_rows_is_refused_with_their_name(chats: Path, tokenizer: Tokenizer) -> None:
-    (chats.parent / "tokens" / "default").mkdir(parents=True)
-    (chats.parent / "tokens" / "default" / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds directories of token rows; name one, such as .*/tokens/default\."):
-        load(chats.parent / "tokens", tokenizer)
-
-
 def test_rows_of_shards_that_teach_nothing_are_left_out(chats: Path, tokenizer: Tokenizer) -> None:
     rows = [TokenRow("a", "", [1, 2, 3], ((1, 3),)), TokenRow("b", "", [1, 2], ((1, 2),)), TokenRow("c", "", [1], ())]
-    origin = {"vocabulary_hash": tokenizer.vocabulary_hash}
-    with TokenShards(chats.parent / "rows", origin, tokenizer.vocab_size, shard_tokens=1, flush_every_s=0.0) as shards:
-        shards.add(rows)
+    make_rows(chats.parent / "rows", tokenizer, rows)
     found, _ = load(chats.parent / "rows", tokenizer)
-    assert [found.corpus.name(r) for r in range(len(found.corpus))] == ["a"]
+    assert names(found) == ["a"]
     assert found.left_out == {"nothing_to_learn": 2}
+
+
+def test_captures_of_several_machines_are_added_up(chats: Path, tokenizer: Tokenizer) -> None:
+    captures = chats.parent / "captures"
+    for n in (2, 0, 1):
+        make_rows(captures / f"machine-{n}", tokenizer, [row(f"p{n}"), row(f"q{n}")])
+    found, _ = load(captures, tokenizer)
+    assert names(found) == ["p0", "q0", "p1", "q1", "p2", "q2"]
+    assert found.corpus.num_tokens == 24
+    assert found.corpus.row(3) == row("q1")
+    assert load(captures / "machine-*", tokenizer)[0].corpus.digest == found.corpus.digest
+    assert names(load(captures / "machine-[02]", tokenizer)[0]) == ["p0", "q0", "p2", "q2"]
+    assert names(load(captures / "machine-1", tokenizer)[0]) == ["p1", "q1"]
+
+
+def test_captures_that_do_not_go_together_are_refused(chats: Path, tokenizer: Tokenizer) -> None:
+    captures = chats.parent / "captures"
+    make_rows(captures / "a", tokenizer, [row("p0")])
+    make_rows(captures / "b", tokenizer, [row("p1"), row("p0")])
+    with pytest.raises(ConfigError, match=r"captures/a and .*captures/b both hold a row of the name 'p0'.*whose ids differ"):
+        load(captures, tokenizer)
+    make_rows(captures / "c", tokenizer, [row("p2")], template_hash="another")
+    with pytest.raises(ConfigError, match=r"with another chat template each \(template_hash None and 'another'\)"):
+        load(captures / "[ac]", tokenizer)
+    (captures / "c").rename(captures.with_name("elsewhere"))
+    chats.rename(captures / "chats.jsonl")
+    with pytest.raises(ConfigError, match=r"token rows, such as .*/a, and also .*/chats\.jsonl, which has no manifest\.json"):
+        load(captures, tokenizer)
+    (captures / "chats.jsonl").unlink()
+    (captures / "half-copied").mkdir()
+    with pytest.raises(ConfigError, match=r"token rows, such as .*/a, and also .*/half-copied, which has no manifest\.json"):
+        load(captures, tokenizer)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from training.data.shards import TokenShards, is_shard_directory, read_manifest, read_shard, read_shards
+from training.data.shards import TokenShards, directories_of, read_manifest, read_shard, read_shards
 from training.data.tokens import Corpus, TokenRow
 
 
@@ -36,7 +36,7 @@ def test_shards_are_written_when_full_or_due_and_told_in_the_manifest(tmp_path: 
         shards.add(rows(3))
         shards.flush()
     manifest = read_manifest(tmp_path)
-    assert is_shard_directory(tmp_path)
+    assert directories_of("data.corpus", str(tmp_path)) == [tmp_path]
     assert [shard["rows"] for shard in manifest["shards"]] == [3, 1]
     assert manifest["totals"] == {"rows": 4, "tokens": 16, "generated_tokens": 12}
     assert manifest["shards"][0]["rows_by_temperature"] == {"0.7": 3}

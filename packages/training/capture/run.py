@@ -25,9 +25,10 @@ from runtime.config import DrafterConfig, SessionsConfig, require
 from runtime.devices import choose_device
 from runtime.drafters.loading import load_drafter
 from runtime.engine.local import LocalEngine
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, ModelError
 from runtime.files import sha256_of
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
+from runtime.models.fingerprint import read_json
 from training.capture.answers import Answers
 from training.capture.config import Output
 from training.capture.features import FeatureSink
@@ -42,6 +43,8 @@ from training.learning.target_weights import load_target_weights
 from training.reporting.bar import Bar
 
 logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 16  # of prompts in one forward, for each answer that is made at the same time
 
 
 class Sink(Protocol):
@@ -145,7 +148,12 @@ class _Job:
         return sink, plane_root(config, self._state_dir)
 
     def _vocab_size(self) -> int:
-        return load_target_weights(self._resolved, choose_device("cpu")).vocab_size
+        """Rows of the model's embedding, which may be more than its tokenizer knows."""
+        path = self._resolved.path / "config.json"
+        size = read_json(path).get("vocab_size")
+        if type(size) is not int or size < 1:
+            raise ModelError(f"{path} has vocab_size {size!r}, and not how many ids there are; fetch the model again.")
+        return size
 
     def _origin(self) -> dict[str, Any]:
         """What all rows of one directory have in common."""
@@ -178,6 +186,8 @@ class _Job:
             max_sessions=2 * config.answers.concurrency,
             max_batch_sessions=config.answers.concurrency,
             kv_budget_mib=config.answers.kv_budget_mib,
+            prefill_chunk_tokens=PREFILL_TOKENS * max(16, config.answers.concurrency),
+            patient=True,
         )
         drafter = load_drafter(DrafterConfig(), target)
         engine = LocalEngine(target, drafter, self._tokenizer, config.speculation, sessions)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from runtime.errors import ConfigError, FeatureBudgetExceeded
+from runtime.errors import ConfigError, FeatureBudgetExceeded, ModelError
 from runtime.models import Tokenizer
 from training.app import run
 from training.capture.config import AnswersConfig, Output
@@ -159,6 +161,25 @@ def test_conversations_are_read_as_they_stand(state, tmp_path: Path) -> None:
     path.write_text(json.dumps(lines[-1]))
     with pytest.raises(ConfigError, match="leaves nothing to learn from"):
         run(settings(state, path, generate=False, directory=str(tmp_path / "none")))
+
+
+def test_conversations_are_read_for_a_model_whose_weights_nobody_here_knows(state, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(state.model.path, model)
+    [file] = model.glob("*.safetensors")
+    save_file({f"transformer.{name}": tensor for name, tensor in load_file(file).items()}, file)
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is so."}]
+    path.write_text(json.dumps({"id": "c", "conversations": messages}))
+    config = settings(state, path, generate=False)
+    config.model.name = str(model)
+    assert run(config) == 0
+    assert len(made(state)) == 1
+    sizes = json.loads((model / "config.json").read_text())
+    del sizes["vocab_size"]
+    (model / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ModelError, match=r"config\.json has vocab_size None"):
+        run(config)
 
 
 @pytest.mark.real_model

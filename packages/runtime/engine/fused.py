@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from runtime.backends.base import Target
-from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
+from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
@@ -38,7 +38,8 @@ from runtime.speculation.sampling import Sampled
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
-ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile
+ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
+PATIENT_SECONDS = 0.2  # or for so long where nobody minds
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
 
 
@@ -159,11 +160,12 @@ class _StepCosts(Costs):
 
 
 class FusedSteps:
-    def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig, max_sequences: int) -> None:
+    def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig, sessions: SessionsConfig) -> None:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
-        self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH), max_sequences)
+        self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH), sessions.max_batch_sessions)
+        self._is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
         self._flight: _Flight | None = None
@@ -301,11 +303,11 @@ class FusedSteps:
 
     def _num_in_a_row(self, works: list[Work], num_new: Mapping[int, int]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
-        if len(works) < MANY_SESSIONS or not self._is_alone:
+        if len(works) < MANY_SESSIONS or not (self._is_alone or self._is_patient):
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
-        num = min(most, int(ROW_SECONDS / max(of_one, 1e-6)))
+        num = min(most, int((PATIENT_SECONDS if self._is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
         of_use = max(work.request.num_remaining - num_new.get(id(work.request), 0) for work in works)
         room = min(self._room(work, num_new.get(id(work.request), 0)) for work in works)
         return max(min(num, of_use, room), 1)

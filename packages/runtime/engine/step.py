@@ -64,7 +64,7 @@ class Stepper:
         self._stats = EngineStatsBuilder()
         self._fused: FusedSteps | None = None
         if isinstance(target, Fuses):
-            self._fused = FusedSteps(target, self.drafting, speculation, sessions.max_batch_sessions)
+            self._fused = FusedSteps(target, self.drafting, speculation, sessions)
             self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
 
     @property

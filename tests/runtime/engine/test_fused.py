@@ -51,9 +51,11 @@ MakeEngine = Callable[..., LocalEngine]
 def make_engine(on_device: Target, tiny: ResolvedModel) -> Iterator[MakeEngine]:
     engines: list[LocalEngine] = []
 
-    def make(mode: SpeculationMode = SpeculationMode.FIXED, num_sessions: int = 16, depth: int = 3) -> LocalEngine:
+    def make(
+        mode: SpeculationMode = SpeculationMode.FIXED, num_sessions: int = 16, depth: int = 3, patient: bool = False
+    ) -> LocalEngine:
         speculation = SpeculationConfig(mode=mode, max_draft_tokens=depth)
-        sessions = SessionsConfig(max_batch_sessions=num_sessions, prefix_reuse=False)
+        sessions = SessionsConfig(max_batch_sessions=num_sessions, prefix_reuse=False, patient=patient)
         engine = LocalEngine(on_device, random_eagle3(on_device, 0), Tokenizer.load(tiny.path), speculation, sessions)
         engines.append(engine)
         engine.start()
@@ -177,14 +179,20 @@ def test_unseeded_drafts_are_accepted_and_differ(make_engine: MakeEngine):
     assert sum(each.speculation.num_accepted for each in done) > 0
 
 
-def test_many_sessions_take_several_steps_at_once(make_engine: MakeEngine, gaps):
-    engine = make_engine(num_sessions=100)
+@pytest.mark.parametrize("patient", [False, True])
+def test_many_sessions_take_several_steps_at_once(patient: bool, make_engine: MakeEngine, gaps):
+    """Half as many again wait: their prompts are read between rows of steps, or, where nobody minds, beside them."""
+    engine = make_engine(num_sessions=100, patient=patient)
     options = SessionOptions(drafter_policy=DrafterPolicy("off"))
-    prompts = [prompt_of(seed, 5 + seed % 30) for seed in range(100)]
-    listeners = [begin(engine, prompt, GREEDY, options) for prompt in prompts]
-    for prompt, listener in zip(prompts, listeners, strict=True):
+    prompts = [prompt_of(seed, 5 + seed % 30) for seed in range(150)]
+    lengths = [20 + seed % 40 for seed in range(150)]
+    listeners = [
+        begin(engine, prompt, replace(GREEDY, max_tokens=length), options)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    for prompt, length, listener in zip(prompts, lengths, listeners, strict=True):
         listener.wait()
-        assert len(listener.token_ids) == 40
+        assert len(listener.token_ids) == length
         assert gaps(prompt, listener.token_ids) < NEAR_TIE
 
 

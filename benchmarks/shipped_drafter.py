@@ -161,9 +161,14 @@ class Maker:
     def _run(self, mode: str, *overrides: str) -> None:
         told = [f"mode={mode}", f"model={self._given.model}", f"state_dir={self._work}", *overrides, *self._given.overrides]
         print("python -m training " + " ".join(told), flush=True)
-        code = subprocess.run([sys.executable, "-m", "training", *told]).returncode
-        if code:
-            sys.exit(code)
+        process = subprocess.Popen([sys.executable, "-m", "training", *told])
+        while process.poll() is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:  # it was told so too, and puts away what it has
+                continue
+        if process.returncode:
+            sys.exit(process.returncode)
 
 
 def main() -> None:

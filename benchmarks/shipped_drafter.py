@@ -151,11 +151,12 @@ class Maker:
         )
 
     def export(self) -> None:
+        evaluation = self._work / "evaluated" / self._given.run / "acceptance.json"
         self._run(
             "export",
             f"export.drafter={self._given.run}",
             f"export.out={self._work / 'exported' / self._given.run}",
-            f"export.evaluation={self._work / 'evaluated' / self._given.run / 'acceptance.json'}",
+            f"export.evaluation={evaluation if evaluation.is_file() else 'null'}",
         )
 
     def _run(self, mode: str, *overrides: str) -> None:

@@ -62,6 +62,7 @@ class Wandb:
     """Offline in <run>/wandb (`wandb sync` sends it on), or to a server. Curves are over our own steps."""
 
     def __init__(self, config: TrackerConfig, run_dir: Path, first_step: int) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes to its makers, offline too
         import wandb
 
         settings = wandb.Settings(
@@ -93,6 +94,7 @@ class Mlflow:
 
     def __init__(self, config: TrackerConfig, run_dir: Path, first_step: int) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without a server, files are what there is
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which goes to its makers
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=config.uri or (run_dir / "mlruns").absolute().as_uri())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,17 +48,17 @@ def test_tensorboard_is_the_default_and_its_curves_go_on(tmp_path: Path) -> None
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="the extra wandb is not installed here")
     run(tmp_path, Sink(TrackerConfig(kind=TrackerKind.WANDB, close_timeout_s=60), tmp_path), range(1, 5))
     [written] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train/acceptance_2" in written.read_bytes()
 
 
 def test_mlflow_without_a_server(tmp_path: Path) -> None:
-    tracking = pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed here")
+    from mlflow.tracking import MlflowClient
+
     for steps in (range(1, 3), range(3, 5)):
         run(tmp_path, Sink(TrackerConfig(kind=TrackerKind.MLFLOW, close_timeout_s=60), tmp_path), steps)
-    client = tracking.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     [experiment] = [each for each in client.search_experiments() if each.name == "slipstream"]
     [again] = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(again.info.run_id, "train/loss")
@@ -65,6 +69,33 @@ def test_mlflow_without_a_server(tmp_path: Path) -> None:
     sink.put({"heldout/slice/q&a/acceptance_length": 2.0}, 5)
     sink.close()
     assert client.get_metric_history(again.info.run_id, "heldout/slice/q_a/acceptance_length")[0].value == 2.0
+
+
+TRACKED = """
+import sys
+from pathlib import Path
+from training.reporting.config import TrackerConfig, TrackerKind
+from training.reporting.trackers import Sink
+
+sink = Sink(TrackerConfig(kind=TrackerKind(sys.argv[1]), close_timeout_s=60), Path(sys.argv[2]))
+sink.begin(0)
+sink.put({"train/loss": 1.0}, 1)
+sink.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
+def test_nothing_leaves_the_machine(tmp_path: Path, kind: str) -> None:
+    """Whoever asks the internet for anything asks this proxy first."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address)
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **proxies}  # nothing says that this is a test
+        tracked = subprocess.run([sys.executable, "-c", TRACKED, kind, str(tmp_path)], env=env, capture_output=True, text=True)
+        assert (tracked.returncode, "tracker" in tracked.stderr) == (0, False), tracked.stderr
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 def test_none_leaves_nothing(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
 from training.data.plane import open_plane, plane_root
 from training.data.stream import OnlineStream
+from training.data.tokens import heldout_fraction
 from training.interleaved.loop import build_online_eagle3_runtime
 from training.learning.distributed import World, joined
 from training.reporting import origins, plot
@@ -172,10 +173,12 @@ def _over_corpus(shop: Workshop, given: str) -> None:
     with world.first_in_turn():  # what it tokenised the others find
         found = load_corpus(given, tokenizer, shop.target.vocab_size, longest, cache, shop.progress.tokenising)
     shop.progress.corpus(found)
+    sources = (source for source, _, _ in found.corpus.labels)
+    fraction = heldout_fraction(config.data.heldout_fraction, sources, config.trainer.gate.min_heldout_rows)
     corpus = {"rows": len(found.corpus), "tokens": found.corpus.num_tokens, "sha256": found.corpus.digest}
-    _note(shop, corpus=corpus)
+    _note(shop, corpus=corpus, heldout_fraction=fraction)
     prefill = Prefill(load_packed(shop.resolved, shop.target.device), found.corpus, config.data.max_batch_tokens)
-    is_heldout = found.corpus.is_heldout(config.data.heldout_fraction)
+    is_heldout = found.corpus.is_heldout(fraction)
     heldout = HeldoutRows(prefill, np.flatnonzero(is_heldout).tolist())
     ledger = CorpusLedger(shop.run_dir / "ledger.sqlite", heldout.refs(name, shop.target))
     rows, seed = np.flatnonzero(~is_heldout).tolist(), config.trainer.seed

@@ -188,7 +188,7 @@ class DataConfig:
     prompts: str | None = None  # interleaved, capture: conversations, one JSON object a line: a file, directory or pattern
     corpus: str | None = None  # offline: conversations, or one or more directories of token rows; null: those of features.root
     max_tokens: int = 2048  # of a row of a corpus; a longer one is cut there
-    heldout_fraction: float = 0.01  # of a corpus's conversations, for the gate
+    heldout_fraction: float | None = None  # of conversations, for the gate; null: 0.01, or what it needs, at most 0.2
 
     def __post_init__(self) -> None:
         require(self.batch_rows >= 1, "data.batch_rows", self.batch_rows, "at least 1")
@@ -208,8 +208,8 @@ class DataConfig:
         ok = self.corpus is None or bool(self.corpus.strip())
         require(ok, "data.corpus", self.corpus, "conversations, directories of token rows, or null")
         require(self.max_tokens >= 8, "data.max_tokens", self.max_tokens, "at least 8")
-        ok = 0.0 <= self.heldout_fraction <= 0.5
-        require(ok, "data.heldout_fraction", self.heldout_fraction, "between 0 and 0.5")
+        ok = self.heldout_fraction is None or 0.0 <= self.heldout_fraction <= 0.5
+        require(ok, "data.heldout_fraction", self.heldout_fraction, "between 0 and 0.5, or null")
 
 
 @dataclass

@@ -62,7 +62,7 @@ from training.judging.config import GateConfig
         (DataConfig, {"prompts": " "}, "data.prompts is ' '"),
         (DataConfig, {"corpus": ""}, "data.corpus is ''"),
         (DataConfig, {"max_tokens": 7}, "data.max_tokens is 7"),
-        (DataConfig, {"heldout_fraction": 0.6}, "data.heldout_fraction is 0.6"),
+        (DataConfig, {"heldout_fraction": 0.6}, "data.heldout_fraction is 0.6; it must be between 0 and 0.5, or null"),
         (TrainingConfig, {"data": DataConfig(corpus="file")}, "data.corpus is 'file'"),
         (AnswersConfig, {"temperatures": []}, "answers.temperatures is []"),
         (AnswersConfig, {"temperatures": [0.0, 2.5]}, "answers.temperatures is [0.0, 2.5]"),

@@ -80,6 +80,19 @@ def test_a_run_that_stops_goes_on_bit_by_bit(state, chats: Path) -> None:
         run(settings(state, chats, "parts", trainer__max_steps=10))
 
 
+def test_without_a_share_given_as_much_is_held_out_as_the_gate_needs(state, chats: Path) -> None:
+    for run_id in ("one", "two"):
+        config = settings(state, chats, run_id, data__heldout_fraction=None, trainer__max_steps=2, trainer__seed=len(run_id))
+        assert run(config) == 0
+        assert state.events("judged", run_id)[-1]["heldout_rows"] == 2
+        assert state.events("step", run_id)[0]["rows"] == NUM_CHATS - 2
+    shares = [
+        json.loads((state.root / "training" / run_id / "provenance.json").read_text())["data"]["heldout_fraction"]
+        for run_id in ("one", "two")
+    ]
+    assert 0.01 < shares[0] == shares[1] <= 0.2
+
+
 @pytest.mark.parametrize("mode", [Mode.ONLINE, Mode.OFFLINE])
 def test_another_kind_of_run_takes_no_place_that_is_taken(state, chats: Path, mode: Mode) -> None:
     """Rows from elsewhere have another ledger, which knows nothing of this run's checkpoints and would have them pruned."""

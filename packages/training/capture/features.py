@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.backends.transformers.packed import PackedForward
 from runtime.features.ledger import Ledger, Split
@@ -11,7 +11,7 @@ from runtime.features.refs import SampleMeta
 from runtime.features.row import FeatureRow
 from runtime.features.store import FeatureStore
 from training.data.prefill import Prefill
-from training.data.tokens import Corpus, TokenRow, is_heldout, sample_id_of
+from training.data.tokens import Corpus, TokenRow, sample_id_of
 from training.learning.target_weights import TargetWeights
 
 
@@ -24,7 +24,7 @@ class FeatureSink:
         target: TargetWeights,
         *,
         run_id: str,
-        heldout_fraction: float,
+        is_heldout: Callable[[str], bool],  # whether rows of this source are for the gate
         max_batch_tokens: int,
     ) -> None:
         self._forward = forward
@@ -32,7 +32,7 @@ class FeatureSink:
         self._ledger = ledger
         self._target = target
         self._run_id = run_id
-        self._heldout_fraction = heldout_fraction
+        self._is_heldout = is_heldout
         self._max_batch_tokens = max_batch_tokens
         self._rows: list[TokenRow] = []  # not read yet
         self._num_tokens = 0
@@ -68,5 +68,5 @@ class FeatureSink:
             aux_layer_ids=self._target.aux_layer_ids,
         )
         make_room(self._store, self._ledger, sum(each.nbytes for each in features.tensors(self._store.dtype).values()))
-        split: Split = "heldout" if is_heldout(row.source, self._heldout_fraction) else "train"
+        split: Split = "heldout" if self._is_heldout(row.source) else "train"
         self._ledger.commit(self._store.put(meta, features), split)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from training.data.corpus import encode_files
 from training.data.plane import open_plane, plane_root
 from training.data.prompts import load_prompts
 from training.data.shards import TokenShards
-from training.data.tokens import TokenRow
+from training.data.tokens import TokenRow, heldout_fraction, is_heldout
 from training.learning.target_weights import load_target_weights
 from training.reporting.bar import Bar
 
@@ -107,6 +107,7 @@ class _Job:
         self._resolved: ResolvedModel = resolve(config.model.name)
         self._tokenizer = Tokenizer.load(self._resolved.path)
         self._files = files_of("data.prompts", config.data.prompts)
+        self._heldout_fraction = 0.0  # known once the files were read
         self.made = Made()
 
     # --- where rows go ---
@@ -142,7 +143,7 @@ class _Job:
             ledger,
             load_target_weights(self._resolved, device),
             run_id=self._config.trainer.name,
-            heldout_fraction=self._config.data.heldout_fraction,
+            is_heldout=lambda source: is_heldout(source, self._heldout_fraction),
             max_batch_tokens=self._config.data.max_batch_tokens,
         )
         return sink, plane_root(config, self._state_dir)
@@ -172,6 +173,11 @@ class _Job:
 
     # --- where they come from ---
 
+    def _hold_out(self, sources: Iterable[str]) -> None:
+        """These are all that rows will come from."""
+        data, gate = self._config.data, self._config.trainer.gate
+        self._heldout_fraction = heldout_fraction(data.heldout_fraction, sources, gate.min_heldout_rows)
+
     def answer(self, sink: Sink) -> None:
         """The target answers the prompts."""
         config = self._config
@@ -182,6 +188,7 @@ class _Job:
         with Bar(self._console, "lines of prompts") as bar:
             vocab_size = target.info.vocab_size
             prompts, self.made.left_out = load_prompts(self._files, self._tokenizer, vocab_size, room, report=bar.show)
+        self._hold_out(prompt.id for prompt in prompts)
         sessions = SessionsConfig(
             max_sessions=2 * config.answers.concurrency,
             max_batch_sessions=config.answers.concurrency,
@@ -216,6 +223,7 @@ class _Job:
         with Bar(self._console, "lines of conversations") as bar:
             found = encode_files("data.prompts", self._files, self._tokenizer, self._vocab_size(), max_tokens, cache, bar.show)
         self.made.left_out, self.made.truncated = found.left_out, found.truncated
+        self._hold_out(source for source, _, _ in found.corpus.labels)
         if not len(found.corpus):
             raise ConfigError(
                 f"data.prompts is {self._config.data.prompts!r}, and leaves nothing to learn from ({found.told()})."

@@ -110,9 +110,9 @@ class TokenStream:
         state = states[0]
         if state["order"] != self._digest():
             raise ConfigError(
-                "data.corpus, data.heldout_fraction, data.max_batch_tokens, trainer.accumulation or trainer.seed is not what run "
-                f"{self._run_id!r} began with, so its place in the rows is lost; keep them, or begin another run with "
-                "trainer.run_id=..."
+                "data.corpus, data.heldout_fraction (if it is null, trainer.gate.min_heldout_rows), data.max_batch_tokens, "
+                f"trainer.accumulation or trainer.seed is not what run {self._run_id!r} began with, so its place in the rows is "
+                "lost; keep them, or begin another run with trainer.run_id=..."
             )
         self._epoch = state["epoch"]
         self._num_trained = share_of([each["num_trained"] for each in states], self._rank, self._num_ranks)

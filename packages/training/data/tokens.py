@@ -24,6 +24,7 @@ from training.data.conversations import Span
 TENSORS = {"token_ids": (torch.uint16, torch.int32), "row_offsets": (torch.int64,), "spans": (torch.int32,)}
 TENSORS |= {"temperatures": (torch.float32,), "labels": (torch.uint8,)}
 NARROW = 2**16  # ids below it take two bytes
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.2  # shares of the sources, where none is given
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ def clipped(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
 def is_heldout(source: str, fraction: float) -> bool:
     """Whether rows of this source are for the gate alone: by chance, but always the same."""
     return unit_hash("heldout", source) < fraction
+
+
+def heldout_fraction(given: float | None, sources: Iterable[str], enough: int) -> float:
+    """The share of these sources that is for the gate: the given one; else 0.01, or what holds out `enough` of them, up to 0.2.
+    It depends on nothing but which sources there are."""
+    if given is not None:
+        return given
+    chances = sorted(unit_hash("heldout", source) for source in set(sources))
+    needed = math.nextafter(chances[enough - 1], 1.0) if len(chances) >= enough else 0.0  # never; so nothing is given away
+    return min(max(needed, LEAST_HELD_OUT), MOST_HELD_OUT)
 
 
 @dataclass(frozen=True)

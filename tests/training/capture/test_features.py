@@ -21,8 +21,8 @@ def test_a_dialogue_of_several_rows_that_is_cut_off_is_made_again(state) -> None
     def stored(budget_mib: int) -> list[bool]:
         store, ledger = open_feature_plane(state.root / "features", FeaturesConfig(budget_mib=budget_mib))
         forward = load_packed(state.model, torch.device("cpu"))
-        limits = {"heldout_fraction": 0.0, "max_batch_tokens": 2000}
-        sink = FeatureSink(forward, store, ledger, state.target, run_id="run", **limits)
+        settings = {"run_id": "run", "is_heldout": lambda source: False, "max_batch_tokens": 2000}
+        sink = FeatureSink(forward, store, ledger, state.target, **settings)
         try:
             if not sink.is_known(rows[0].name):
                 sink.add(rows)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import FeatureError
-from training.data.tokens import Corpus, TokenRow, clipped, sample_id_of, teaches
+from training.data.tokens import Corpus, TokenRow, clipped, heldout_fraction, is_heldout, sample_id_of, teaches
 
 ROWS = [
     TokenRow("a", "", [5, 6, 7, 8, 9], ((1, 3), (4, 5)), 0.7, "chat"),
@@ -100,3 +100,20 @@ def test_rows_of_a_source_are_held_out_together_and_always_the_same() -> None:
     assert 60 < heldout[:, 0].sum() < 140
     assert (Corpus.of(rows[::-1], 100).is_heldout(0.1)[::-1].reshape(-1, 3) == heldout).all()
     assert len({sample_id_of(row.name) for row in rows}) == 3000
+
+
+def test_a_small_corpus_holds_out_what_the_gate_needs_and_a_large_one_a_hundredth() -> None:
+    def num_heldout(num_sources: int, enough: int = 8, share: float | None = None) -> int:
+        sources = [f"p{n}" for n in range(num_sources)]
+        fraction = heldout_fraction(share, sources, enough)
+        assert fraction == heldout_fraction(share, [*sources[::-1], *sources], enough)
+        return sum(is_heldout(source, fraction) for source in sources)
+
+    assert [num_heldout(n) for n in (100, 200, 400)] == [8, 8, 8]
+    assert 160 < num_heldout(20_000) < 240
+    assert num_heldout(20_000, enough=1000) == 1000
+    assert num_heldout(20, enough=8) <= 0.4 * 20  # a fifth, by chance
+    assert heldout_fraction(None, [f"p{n}" for n in range(20)], 18) == 0.2
+    assert heldout_fraction(None, ["a", "b"], 8) == 0.01
+    assert num_heldout(200, share=0.0) == 0
+    assert 60 < num_heldout(200, share=0.4) < 100

@@ -26,14 +26,28 @@ from .conftest import StartServer, wait_for
 READY = re.compile(r"ready http=(http://127\.0\.0\.1:\d+) grpc=(127\.0\.0\.1:\d+)\n")
 PORTS = ["server.http_port=0", "server.grpc_port=0"]
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+COUNTED = """
+import gc, sys, threading
+from runtime.configuration import main
+from serving.__main__ import run
+from serving.config import ServingConfig
+
+def tell():
+    for _ in sys.stdin:
+        print(len(gc.get_objects()), flush=True)
+
+threading.Thread(target=tell, daemon=True).start()
+main("serving", ServingConfig, run)
+"""  # the program, which says how many objects a full collection would look at, as often as it is sent a line
 
 
 class Program:
-    """`python -m serving` with the tiny model."""
+    """`python -m serving` with the tiny model, or another way to begin it."""
 
-    def __init__(self, state_dir: Path, *overrides: str) -> None:
-        command = [sys.executable, "-m", "serving", "model=tiny", f"state_dir={state_dir}", "backend.num_threads=1", *overrides]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def __init__(self, state_dir: Path, *overrides: str, begin: tuple[str, str] = ("-m", "serving")) -> None:
+        command = [sys.executable, *begin, "model=tiny", f"state_dir={state_dir}", "backend.num_threads=1", *overrides]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     def ready(self) -> str:
         """Wait for the line; returns the URL."""
@@ -77,6 +91,19 @@ def test_it_serves_until_a_signal_and_leaves_its_provenance(tmp_path: Path, prog
     [run] = (tmp_path / "serving").iterdir()
     assert json.loads((run / "provenance.json").read_text())["versions"]["torch"]
     assert "tiny" in (run / "config.yaml").read_text()
+
+
+def test_the_garbage_collector_does_not_look_at_what_was_loaded(tmp_path: Path, programs: list[Program]) -> None:
+    """Which would stop all threads for a quarter of a second, again and again."""
+    program = Program(tmp_path, *PORTS, begin=("-c", COUNTED))
+    programs.append(program)
+    url = program.ready()
+    assert httpx.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 4}, timeout=30).status_code == 200
+    assert program.process.stdin is not None
+    assert program.process.stdout is not None
+    program.process.stdin.write("\n")
+    program.process.stdin.flush()
+    assert int(program.process.stdout.readline()) < 100_000  # four times as many are there
 
 
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(tmp_path: Path, programs: list[Program]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from runtime.backends.base import Segment, Target
-from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
+from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, SparseProbs
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
@@ -20,6 +22,7 @@ from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.drafting import clip
 from runtime.engine.local import LocalEngine
 from runtime.engine.request import Request
+from runtime.models import Tokenizer
 from runtime.speculation import Uniforms
 from runtime.speculation.costs import Costs
 from runtime.types import DrafterPolicy, SamplingParams, SessionOptions
@@ -167,6 +170,26 @@ def eagle(target: Target, seed: int = 0, ids: Sequence[int] = range(0, 256, 4)) 
     model = Eagle3Model(config, DraftVocabulary(torch.tensor(ids), info.vocab_size), target.embedding)
     model.init_from_target(target.lm_head, None, torch.Generator().manual_seed(seed))
     return Eagle3Drafter(model, f"eagle-{seed}")
+
+
+def test_a_drafter_goes_with_its_last_user_and_waits_for_no_garbage_collector(target: Target, tokenizer: Tokenizer) -> None:
+    """The program keeps what it began with out of the collector's sight, its first drafter too."""
+    engine = LocalEngine(target, drafter := eagle(target), tokenizer, SpeculationConfig(), SessionsConfig())
+    weights = weakref.ref(next(drafter.model.parameters()))
+    del drafter
+    engine.start()
+    gc.collect()
+    gc.disable()
+    try:
+        session_id = engine.create_session().session_id
+        run(engine, prompt_of(1), GREEDY, session_id)
+        engine.swap_drafter(NoDrafter())
+        run(engine, prompt_of(2), GREEDY, session_id)  # a step of its own: what the last one of the old drafter held is gone
+        assert weights() is None
+    finally:
+        gc.enable()
+        engine.close_session(session_id)
+        engine.stop()
 
 
 @pytest.mark.parametrize("kind", ["perfect", "random", "adversarial", "tree", "eagle"])

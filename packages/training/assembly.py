@@ -109,7 +109,8 @@ def prepare(
         registry = Registry(state_dir / "registry" if root is None else absolute("registry.root", root))
         source = None if config.source is None else Source(config.source, config.remote, target, registry, holder)
         versions = registry if source is None else source.versions
-        start = starting_drafter(config.trainer.init, versions, target)
+        runs = state_dir / "training"
+        start = starting_drafter(config.trainer.init, versions, target, runs, run_dir, is_first=world.is_first)
     check = row_check(target)
     return Workshop(config, state_dir, run_dir, resolved, target, versions, source, start, check, progress, stop, world)
 

@@ -87,7 +87,7 @@ class ScratchConfig:
 class TrainerConfig:
     run_id: str = "default"  # a run with this name in the state directory is resumed
     worker: str = ""  # one of several trainers that share a run's rows: each leases its own, and has checkpoints of its own
-    init: str = "auto"  # auto (the active version, else the embedded drafter, else scratch), scratch, or a checkpoint directory
+    init: str = "auto"  # scratch, active, embedded, a version, a run, a directory; auto: active, else embedded, else scratch
     seed: int = 0
     num_threads: int | None = None  # CPU threads; None: half of the cores online (a server needs the others), all offline
     niceness: int = 5  # lowers the priority beside a server on the same machine; 0: leave it
@@ -125,7 +125,9 @@ class TrainerConfig:
         require(ok, "trainer.run_id", self.run_id, "letters, digits, '.', '_' or '-', at most 64 of them")
         ok = WORKER.fullmatch(self.worker) is not None
         require(ok, "trainer.worker", self.worker, "letters, digits, '.', '_' or '-', at most 32 of them")
-        require(bool(self.init.strip()), "trainer.init", self.init, "auto, scratch or a checkpoint directory")
+        require(
+            bool(self.init.strip()), "trainer.init", self.init, "auto, scratch, active, embedded, a version, a run or a directory"
+        )
         require(0 <= self.seed < 2**63, "trainer.seed", self.seed, "a whole number from 0")
         require_threads("trainer.num_threads", self.num_threads)
         require(0 <= self.niceness <= 19, "trainer.niceness", self.niceness, "between 0 and 19")

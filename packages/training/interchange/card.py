@@ -16,7 +16,7 @@ from runtime.eagle3 import DraftVocabulary
 from runtime.eagle3.interchange import Dialect, Offered
 from runtime.errors import ConfigError
 from runtime.models import absolute
-from training.interchange.source import Found
+from training.drafters import Found
 from training.judging.sheet import markdown
 from training.learning.target_weights import TargetWeights
 from training.reporting.history import History
@@ -84,28 +84,29 @@ def _shape(drafter: Offered, dialect: Dialect, target: TargetWeights) -> list[tu
 
 
 def _origin(found: Found) -> list[tuple[str, Any]]:
-    manifest = found.manifest
+    manifest, origin = found.manifest, found.origin
     if manifest is None:
-        return [] if found.step is None or found.run_dir is None else [("run", found.run_dir.name), ("step", found.step)]
+        return [] if origin is None else [("run", origin[0].name), ("step", origin[1])]
     made = datetime.datetime.fromtimestamp(manifest.created_at, datetime.UTC).isoformat(timespec="seconds")
     return [
         ("version", manifest.version),
         ("continued from", manifest.parent or "nothing: trained from scratch, or not known"),
         ("optimiser steps", manifest.step),
         ("published", made),
-        *([("run", found.run_dir.name)] if found.run_dir is not None else []),
+        *([("run", origin[0].name)] if origin is not None else []),
         *([("notes", manifest.notes)] if manifest.notes else []),
     ]
 
 
 def _run_sections(found: Found) -> Iterator[str]:
-    if found.run_dir is None:
+    if found.origin is None:
         return
-    history = History.read(found.run_dir)
-    counts = [(label, f"{history.total(name, found.step):,}") for label, name in _COUNTS]
-    yield _table("Data", [("steps", f"{sum(step <= (found.step or step) for step in history.steps):,}"), *counts])
+    run_dir, last_step = found.origin
+    history = History.read(run_dir)
+    counts = [(label, f"{history.total(name, last_step):,}") for label, name in _COUNTS]
+    yield _table("Data", [("steps", f"{sum(step <= last_step for step in history.steps):,}"), *counts])
     try:
-        settings = yaml.safe_load((found.run_dir / "config.yaml").read_text(encoding="utf-8"))
+        settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except OSError:
         return
     yield _table("Recipe", list(_flat({name: settings[name] for name in RECIPE if name in settings})))

@@ -30,8 +30,8 @@ from runtime.models import absolute, resolve
 from runtime.registry import Manifest, Registry, validate
 from runtime.registry.manifest import MANIFEST_FILE
 from training.config import TrainingConfig
+from training.drafters import Found, find_drafter
 from training.interchange.card import CARD_FILE, read_evaluation, write_card
-from training.interchange.source import Found, find_drafter
 from training.learning.target_weights import TargetWeights, load_target_weights
 
 UNFINISHED = "export-"  # label of what is being written
@@ -73,8 +73,8 @@ def export_drafter(config: TrainingConfig, state_dir: Path, console: Console, st
     require(is_free, "export.out", str(out), "a directory that is empty or not there yet")
     target = _target(config)
     dialect = Dialect(config.export.format.value)
-    registry = _registry(config, state_dir)
-    with find_drafter(config.export.drafter, registry, state_dir / "training", target.weights, config.trainer) as found:
+    registry, runs = _registry(config, state_dir), state_dir / "training"
+    with find_drafter(config.export.drafter, "export.drafter", registry, runs, target.weights) as found:
         validate(found.version, target.info, target.weights.embedding)
         drafter = target.read(found.path)
         evaluation = None

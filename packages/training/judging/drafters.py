@@ -17,7 +17,7 @@ from runtime.drafters.none import NoDrafter
 from runtime.eagle3 import version_id
 from runtime.eagle3.checkpoint import read_vocabulary
 from runtime.registry import Registry, validate
-from training.interchange.source import ACTIVE, EMBEDDED, Found
+from training.drafters import ACTIVE, EMBEDDED, Found
 
 KINDS: dict[str, Callable[[], Drafter]] = {NgramDrafter.version: NgramDrafter, NoDrafter.version: NoDrafter}
 

@@ -36,7 +36,7 @@ from runtime.files import dump_json, write_atomic
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
 from runtime.registry import Registry
 from training.config import TrainingConfig
-from training.interchange.source import find_drafter
+from training.drafters import find_drafter
 from training.judging import sheet
 from training.judging.answers import AnswerLog, Asker, Pass
 from training.judging.config import EvaluateConfig, speculation_of
@@ -67,11 +67,11 @@ def evaluate_drafter(config: TrainingConfig, state_dir: Path, console: Console, 
     registry = Registry(state_dir / "registry" if root is None else absolute("registry.root", root))
     on_disk = partial(
         find_drafter,
+        setting="evaluate.drafter",
         registry=registry,
         runs=state_dir / "training",
         target=target,
-        trainer=config.trainer,
-        setting="evaluate.drafter",
+        also="auto, ngram, none, ",
     )
     with ExitStack() as stack:
         given = [settings.drafter, *([settings.against] if settings.against is not None else [])]

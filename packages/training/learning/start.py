@@ -1,13 +1,15 @@
 """Where a run begins: a drafter that exists, or a new one whose draft vocabulary comes from the traffic.
 
-`auto` takes the registry's active version, else the drafter embedded for the model, else starts from scratch. Continuing
-keeps the vocabulary; from scratch it is the tokens generated most often in the first rows, the output head is the target's
-own rows for them, and the rest is random. Knows no ledger and no loop.
+`auto` takes the registry's active version, else the drafter embedded for the model, else starts from scratch; `drafters` knows
+the other words. What another run has learned is kept in this run's directory, as that run goes on. Continuing keeps the
+vocabulary; from scratch it is the tokens generated most often in the first rows, the output head is the target's own rows for
+them, and the rest is random. Knows no ledger and no loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,47 +17,66 @@ import torch
 
 from runtime.drafters import embedded
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model, load, version_id
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DrafterRejected
 from runtime.features.refs import SampleRef
-from runtime.models import absolute
-from runtime.registry import Manifest
+from runtime.files import move_directory, temporary_directory
+from runtime.registry import VersionRecord
 from training.config import FirstHead, FirstNorm, TrainerConfig
 from training.data.batches import TrainingRow
 from training.data.stream import Check
+from training.drafters import EMBEDDED, find_drafter
 from training.judging.gate import NGRAM, Baseline, Versions
+from training.learning import checkpoint
 from training.learning.distributed import ALONE, World
 from training.learning.hedge import Learning, begin
 from training.learning.learner import conditioning
 from training.learning.target_weights import TargetWeights
 
 AUTO, SCRATCH = "auto", "scratch"
+KEPT = "start"  # in the directory of a run that continues from what another run has learned
 CONTINUE_RATE, SCRATCH_RATE = 5e-4, 2e-3
 DEFAULT_VOCABULARY_SIZE = 8192
 
 
-def starting_drafter(init: str, registry: Versions, target: TargetWeights) -> Baseline:
-    """The drafter to continue from; its directory is None when there is none, and training starts from scratch."""
+def starting_drafter(
+    init: str, registry: Versions, target: TargetWeights, runs: Path, run_dir: Path, *, is_first: bool = True
+) -> Baseline:
+    """The drafter that the run in run_dir continues from; its directory is None when there is none, and training starts from
+    scratch. ConfigError or DrafterRejected in one sentence if there is none of this word, or it is another target's.
+
+    is_first: of the run's processes; the others come behind it.
+    """
+    kept = run_dir / KEPT
+    if is_first and not checkpoint.finished(run_dir / "checkpoints"):
+        shutil.rmtree(kept, ignore_errors=True)  # of a beginning that came to nothing
+    if init == AUTO:
+        init = registry.active() or (SCRATCH if embedded.path_for(target.name) is None else EMBEDDED)
     if init == SCRATCH:
         return Baseline(NGRAM, None)
-    directory = _active_or_embedded(registry, target) if init == AUTO else absolute("trainer.init", init)
-    if directory is None:
-        return Baseline(NGRAM, None)
-    if not directory.is_dir():
-        raise ConfigError(f"trainer.init is {init!r}; it must be auto, scratch, or the directory of a drafter that exists.")
-    return Baseline(version_id(directory), directory)
+    if kept.is_dir():
+        return Baseline(version_id(kept), kept)
+    with find_drafter(init, "trainer.init", registry, runs, target, also="auto, scratch, ") as found:
+        if isinstance(found.version, VersionRecord):
+            _check_target(found.version, target)
+        directory = found.path
+        if found.exported is not None:
+            with temporary_directory(run_dir) as unfinished:
+                shutil.copytree(directory, unfinished, dirs_exist_ok=True)
+                move_directory(unfinished, kept)
+            directory = kept
+        return Baseline(version_id(directory), directory)
 
 
-def _active_or_embedded(registry: Versions, target: TargetWeights) -> Path | None:
-    active = registry.active()
-    if active is None:
-        return embedded.path_for(target.name)
-    made_for = Manifest.read(registry.path(active)).target_fingerprint
+def _check_target(record: VersionRecord, target: TargetWeights) -> None:
+    if record.manifest is None:
+        code, _, sentence = record.reason.partition(": ")
+        raise DrafterRejected(code, sentence)
+    made_for = record.manifest.target_fingerprint
     if made_for != target.fingerprint:
         raise ConfigError(
-            f"The active version {active} was trained for target {made_for}, and {target.name} is {target.fingerprint}. "
-            "Use another state_dir, or trainer.init=scratch."
+            f"Version {record.version} was trained for target {made_for}, and {target.name} is {target.fingerprint}. Use another "
+            f"state_dir, or trainer.init=scratch; trainer.init={record.path} continues from it all the same."
         )
-    return registry.path(active)
 
 
 def continue_from(

@@ -23,9 +23,9 @@ from runtime.models import ResolvedModel
 from runtime.registry import Manifest, Registry, VersionState
 from training.app import run
 from training.config import Mode, TrainingConfig
+from training.drafters import find_drafter
 from training.interchange.commands import export_drafter, import_drafter
 from training.interchange.config import ExportConfig, Format, InterchangeConfig
-from training.interchange.source import find_drafter
 from training.learning.target_weights import TargetWeights
 from training.reporting.config import TrackerKind
 
@@ -100,7 +100,7 @@ def test_out_and_in_again_is_the_same_version(desk: Desk, version: str, tmp_path
 def test_the_active_version_is_meant_if_none_is_named(desk: Desk, version: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no version of .* is active"):
         desk.export("active", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"is 'actve'; it must be active, .* with mode=evaluate, auto, ngram or none"):
+    with pytest.raises(ConfigError, match=r"is 'actve'; it must be active, .*, or a checkpoint directory"):
         desk.export("actve", tmp_path / "out")
     desk.registry.activate(version)
     desk.export("active", tmp_path / "out")
@@ -147,7 +147,7 @@ def test_a_trainer_that_starts_again_leaves_the_drafter_of_its_run_to_whoever_lo
     settings = {"mode": Mode.OFFLINE, "data__passes": 20, "tracker__kind": TrackerKind.NONE}
     assert run(state.config(**settings, trainer__max_steps=2)) == 0
     registry, runs = Registry(state.root / "registry"), state.root / "training"
-    with find_drafter("default", registry, runs, state.target, state.config().trainer) as found:
+    with find_drafter("default", "export.drafter", registry, runs, state.target) as found:
         before = version_id(found.path)
         assert run(state.config(**settings, trainer__max_steps=4)) == 0
         assert version_id(found.path) == before

@@ -10,36 +10,101 @@ import torch
 
 from runtime.drafters import embedded
 from runtime.eagle3 import version_id
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DrafterRejected
 from runtime.registry import Registry
 from training.app import run
-from training.config import FirstHead, FirstNorm, ScratchConfig
-from training.judging.gate import NGRAM
+from training.config import FirstHead, FirstNorm, Mode, ScratchConfig
+from training.judging.gate import NGRAM, Baseline
 from training.learning import checkpoint
 from training.learning.learner import Learner
 from training.learning.start import continue_from, from_scratch, row_check, starting_drafter
+from training.learning.target_weights import TargetWeights
+from training.reporting.config import TrackerKind
+
+
+def started(state, init: str, target: TargetWeights | None = None, run_id: str = "new", is_first: bool = True) -> Baseline:
+    registry, runs = Registry(state.root / "registry"), state.root / "training"
+    return starting_drafter(init, registry, target or state.target, runs, runs / run_id, is_first=is_first)
+
+
+def published(state, directory: Path, fingerprint: str = "") -> str:
+    """A version of the registry, from a drafter written to the directory."""
+    from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(directory)
+    registry, whose = Registry(state.root / "registry"), fingerprint or state.target.fingerprint
+    return registry.publish(directory, parent=None, step=1, target_fingerprint=whose, metrics={})
 
 
 def test_auto_takes_the_active_version_then_the_embedded_drafter_then_nothing(state, tmp_path: Path) -> None:
     registry = Registry(state.root / "registry")
-    assert starting_drafter("auto", registry, state.target).version == NGRAM
+    assert started(state, "auto").version == NGRAM
     known = dataclasses.replace(state.target, name="smollm2-135m")
-    assert starting_drafter("auto", registry, known).directory == embedded.path_for("smollm2-135m")
-    from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(tmp_path)
-    version = registry.publish(tmp_path, parent=None, step=1, target_fingerprint=state.target.fingerprint, metrics={})
-    assert starting_drafter("auto", registry, state.target).version == NGRAM  # staged is not active
+    assert started(state, "auto", known).directory == embedded.path_for("smollm2-135m")
+    version = published(state, tmp_path / "drafter")
+    assert started(state, "auto").version == NGRAM  # staged is not active
     registry.activate(version)
-    assert starting_drafter("auto", registry, known).directory == registry.path(version)
-    assert starting_drafter("scratch", registry, known).directory is None
-    assert starting_drafter(str(tmp_path), registry, known).version == version == version_id(tmp_path)
+    assert started(state, "auto", known).directory == registry.path(version)
+    assert started(state, "scratch", known).directory is None
 
 
-def test_an_active_version_of_another_target_is_refused(state, tmp_path: Path) -> None:
+def test_a_start_is_named_as_an_evaluation_names_its_drafter(state, tmp_path: Path) -> None:
     registry = Registry(state.root / "registry")
-    from_scratch(state.target, state.config().trainer, state.rows(range(4))).export(tmp_path)
-    registry.activate(registry.publish(tmp_path, parent=None, step=1, target_fingerprint="0" * 16, metrics={}))
-    with pytest.raises(ConfigError, match="trained for target 0000000000000000"):
-        starting_drafter("auto", registry, state.target)
+    version = published(state, tmp_path / "drafter")
+    known = dataclasses.replace(state.target, name="smollm2-135m")
+    with pytest.raises(ConfigError, match=r"trainer\.init is 'active', and no version of .* is active"):
+        started(state, "active")
+    registry.activate(version)
+    for word in (version, "active"):
+        assert started(state, word, known) == Baseline(version, registry.path(version))
+    assert started(state, "embedded", known).directory == embedded.path_for("smollm2-135m")
+    assert started(state, str(tmp_path / "drafter")) == Baseline(version_id(tmp_path / "drafter"), tmp_path / "drafter")
+    with pytest.raises(ConfigError, match=r"trainer\.init is 'embedded', and none ships for"):
+        started(state, "embedded")
+    with pytest.raises(DrafterRejected, match=r"There is no version 0123456789abcdef in .*; list the versions"):
+        started(state, "0123456789abcdef")
+    with pytest.raises(ConfigError, match=r"trainer\.init is 'nobody'; it must be auto, scratch, active, .* a run of .*training"):
+        started(state, "nobody")
+
+
+def test_what_another_run_has_learned_is_kept_for_as_long_as_this_one_goes_on(state) -> None:
+    state.add(range(8))
+    offline = {"mode": Mode.OFFLINE, "data__passes": 20, "tracker__kind": TrackerKind.NONE}
+    assert run(state.config(**offline, trainer__run_id="first", trainer__max_steps=2)) == 0
+    second = {**offline, "trainer__run_id": "second", "trainer__init": "first"}
+    before = started(state, "first", run_id="second")
+    assert run(state.config(**second, trainer__max_steps=1)) == 0
+    assert run(state.config(**offline, trainer__run_id="first", trainer__max_steps=4)) == 0
+    assert run(state.config(**second, trainer__max_steps=2)) == 0
+    assert state.events("began", "second")[0]["how"].startswith(f"from drafter {before.version} (")
+    kept = state.root / "training" / "second" / "start"
+    assert started(state, "first", run_id="second") == before == Baseline(version_id(kept), kept)
+    assert started(state, "first", run_id="third").version != before.version  # which begins with more
+    assert started(state, "first", run_id="third", is_first=False).directory == state.root / "training" / "third" / "start"
+    with pytest.raises(ConfigError, match=r"trainer\.init is 'scratch', but run 'second' began with 'first'"):
+        run(state.config(**{**second, "trainer__init": "scratch"}, trainer__max_steps=3))
+
+
+def test_a_beginning_that_came_to_nothing_leaves_no_start(state) -> None:
+    state.add(range(8))
+    offline = {"mode": Mode.OFFLINE, "data__passes": 20, "tracker__kind": TrackerKind.NONE}
+    assert run(state.config(**offline, trainer__run_id="first", trainer__max_steps=2)) == 0
+    before = started(state, "first")
+    assert run(state.config(**offline, trainer__run_id="first", trainer__max_steps=4)) == 0
+    assert started(state, "first").version != before.version
+    assert started(state, "scratch").directory is None
+    assert not (state.root / "training" / "new" / "start").exists()
+
+
+def test_a_version_of_another_target_is_refused(state, tmp_path: Path) -> None:
+    registry = Registry(state.root / "registry")
+    version = published(state, tmp_path / "drafter", "0" * 16)
+    registry.activate(version)
+    for word in ("auto", "active", version):
+        with pytest.raises(ConfigError, match=r"trained for target 0000000000000000.* trainer\.init=/.* all the same"):
+            started(state, word)
+    assert started(state, str(registry.path(version))).version == version
+    (registry.path(version) / "manifest.json").write_text("{}")
+    with pytest.raises(DrafterRejected):
+        started(state, version)
 
 
 def test_a_new_drafter_starts_at_the_targets_head(state) -> None:
@@ -71,7 +136,9 @@ def test_drafter_of_other_layers_cannot_be_continued(state, tmp_path: Path) -> N
 
 
 def test_a_starting_point_that_is_not_there_is_refused(state, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be auto, scratch, or the directory of a drafter"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere'; it must be auto, scratch, active, embedded, a version of .*, or a checkpoint directory"
+    ):
         run(state.config(trainer__init=str(tmp_path / "nowhere")))
 
 

@@ -29,6 +29,7 @@ from runtime.errors import ConfigError, ModelError
 from runtime.files import sha256_of
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
 from runtime.models.fingerprint import read_json
+from runtime.types import Switch
 from training.capture.answers import Answers
 from training.capture.config import Output
 from training.capture.features import FeatureSink
@@ -39,6 +40,7 @@ from training.data.plane import open_plane, plane_root
 from training.data.prompts import load_prompts
 from training.data.shards import TokenShards
 from training.data.tokens import TokenRow, heldout_fraction, is_heldout
+from training.dialogues import Dialogues
 from training.learning.target_weights import load_target_weights
 from training.reporting.bar import Bar
 
@@ -198,7 +200,17 @@ class _Job:
         )
         drafter = load_drafter(DrafterConfig(), target)
         engine = LocalEngine(target, drafter, self._tokenizer, config.speculation, sessions)
-        answers = Answers(engine, self._tokenizer, prompts, config.answers, config.trainer.seed, longest, self.made.left_out)
+        dialogues = Dialogues(
+            engine,
+            self._tokenizer,
+            seed=config.trainer.seed,
+            concurrency=config.answers.concurrency,
+            max_answer_tokens=config.answers.max_tokens,
+            max_tokens=longest,
+            capture=Switch.OFF,
+            left_out=self.made.left_out,
+        )
+        answers = Answers(dialogues, prompts, config.answers.temperatures)
         answers.skip(sink.is_known)
         self.made.found = answers.num_done
         engine.start()

@@ -30,11 +30,13 @@ from runtime.features.flow import Quantum, Watermarks
 from runtime.features.ledger import Ledger
 from runtime.features.memory import MemoryStore
 from runtime.models import Tokenizer
+from runtime.types import Switch
 from training.assembly import Workshop, make_trainer
 from training.data.arrivals import ChannelArrivals
 from training.data.conversations import files_of
 from training.data.prompts import load_prompts
 from training.data.stream import OnlineStream
+from training.dialogues import Dialogues, longest_row
 from training.interleaved.config import ProducerConfig
 from training.interleaved.producer import Handover, PromptProducer, TurnBox
 from training.trainer import Trainer
@@ -127,11 +129,11 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     assert config.data.prompts is not None  # checked by TrainingConfig
     target = load_target(config.backend, config.model, shop.resolved)
     tokenizer = Tokenizer.load(shop.resolved.path)
-    max_prompt_tokens = min(target.info.max_positions, config.data.max_batch_tokens) - config.producer.max_tokens
+    limit = min(target.info.max_positions, config.data.max_batch_tokens)
     files = files_of("data.prompts", config.data.prompts)
     vocab_size, report = target.info.vocab_size, shop.progress.tokenising
-    prompts, left_out = load_prompts(files, tokenizer, vocab_size, max_prompt_tokens, report=report)
-    longest = max(len(prompt.token_ids) for prompt in prompts) + config.producer.max_tokens
+    prompts, left_out = load_prompts(files, tokenizer, vocab_size, limit - config.producer.max_tokens, report=report)
+    longest = max(min(longest_row(prompt, tokenizer, config.producer.max_tokens), limit) for prompt in prompts)
     channel = _channel(config.producer, config.features, shop.data_of_step.batch_rows, longest, target.info)
 
     store = MemoryStore(config.features.budget_mib << 20, dtype=ROW_DTYPE)
@@ -146,8 +148,18 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     start = shop.start.directory
     first = DrafterConfig(kind=DrafterKind.NGRAM) if start is None else DrafterConfig(DrafterKind.EAGLE3, str(start))
     engine = LocalEngine(target, load_drafter(first, target), tokenizer, config.speculation, sessions, turns)
+    dialogues = Dialogues(
+        engine,
+        tokenizer,
+        seed=config.trainer.seed,
+        concurrency=config.producer.concurrency,
+        max_answer_tokens=config.producer.max_tokens,
+        max_tokens=longest,
+        capture=Switch.ON,
+    )
     producer = PromptProducer(
         engine,
+        dialogues,
         turns,
         prompts,
         store,
@@ -155,7 +167,6 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
         channel.producer,
         config.producer,
         run_id=run_id,
-        seed=config.trainer.seed,
         max_heldout_rows=config.trainer.gate.max_heldout_rows,
         max_trained_rows=config.data.replay_rows,
         handover=handover,

@@ -1,7 +1,7 @@
-"""The producing half of the interleaved loop: the target answers prompts, and each answer becomes a row that is published.
+"""The producing half of the interleaved loop: the target answers prompts, and what it says becomes rows that are published.
 
-    round   every prompt once; the drafter that speculates is the trainer's newest, so answers come faster as it learns
-    answer  engine events on the engine's thread -> a queue -> store, ledger and channel on the producer's thread
+    round     every prompt once; the drafter that speculates is the trainer's newest, so answers come faster as it learns
+    dialogue  a prompt, its answer, later questions and theirs; its rows go to store, ledger and channel when it is over
 
 It runs ahead of the trainer only as far as the channel lets it. Which rows there are to make, the ledger knows: what an
 earlier process of this run had made durable is not made again, everything else is. Knows no optimiser and no thread.
@@ -9,19 +9,20 @@ earlier process of this run had made durable is not made again, everything else 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.eagle3 import Eagle3Model
-from runtime.engine.base import Engine, Generation
+from runtime.engine.base import Engine
 from runtime.errors import FeatureBudgetExceeded
 from runtime.features.channel import ProducerView
 from runtime.features.cut import cut_turn
@@ -32,16 +33,18 @@ from runtime.features.row import FeatureRow
 from runtime.features.store import FeatureStore
 from runtime.features.tap import CapturedTurn
 from runtime.hidden_states import HiddenStates
-from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch
+from runtime.types import Done, SpeculationStats
 from training.data.batches import supervised
+from training.data.conversations import Span
 from training.data.prompts import Prompt
+from training.dialogues import Dialogue, Dialogues
 from training.interleaved.config import ProducerConfig
 from training.learning.hedge import Learning
 
-LOOK_EVERY_S = 0.1  # how often a producer that waits for answers looks whether it is to stop
+LOOK_EVERY_S = 0.1  # how often a producer that waits for room looks whether anybody still wants its rows
 KEEP_HOUSE_EVERY = 64  # answers
 ROW, HELDOUT = "row", "heldout"
-UNUSABLE = "unusable"  # an answer that ended at once, or states that are not finite
+UNUSABLE = "unusable"  # a dialogue of answers that ended at once, or a row whose states are not finite
 
 
 class TurnBox:
@@ -92,22 +95,26 @@ class Round:
     """What became of one round, so far or in all."""
 
     number: int  # from 1
-    num_asked: int
+    num_asked: int  # questions
     num_answers: int = 0
-    kept: Counter[str] = field(default_factory=Counter)  # answers by what became of them: ROW, HELDOUT, UNUSABLE
+    kept: Counter[str] = field(default_factory=Counter)  # rows by what became of them: ROW, HELDOUT, UNUSABLE
+    num_not_asked: int = 0  # questions that the template, or the length of a row, left no place for
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_tokens: int = 0  # generated
     seconds: float = 0.0
     drafter_version: str = ""  # the last one
     began_at: float = field(default_factory=time.monotonic)
 
-    def add(self, done: Done, kept: str, drafter_version: str) -> None:
+    def add(self, done: Done, drafter_version: str) -> None:
         self.num_answers += 1
-        self.kept[kept] += 1
         self.speculation.add(done.speculation)
         self.num_tokens += done.usage.completion_tokens
         self.seconds = time.monotonic() - self.began_at
         self.drafter_version = drafter_version
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_answers + self.num_not_asked == self.num_asked
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,6 +125,7 @@ class Round:
         return {
             "round": self.number,
             "answers": self.num_answers,
+            "not_asked": self.num_not_asked,
             "rows": self.kept[ROW],
             "heldout_rows": self.kept[HELDOUT],
             "unusable": self.kept[UNUSABLE],
@@ -128,21 +136,13 @@ class Round:
         }
 
 
-@dataclass(frozen=True)
-class _Running:
-    prompt: Prompt
-    sample_id: str
-    session_id: str
-    generation: Generation
-    is_heldout: bool
-
-
 class PromptProducer:
     """`drive` is the producing side of `run_online_interleaved`."""
 
     def __init__(
         self,
         engine: Engine,
+        dialogues: Dialogues,  # with that engine, whose tap is `turns`
         turns: TurnBox,
         prompts: Sequence[Prompt],
         store: FeatureStore,
@@ -151,7 +151,6 @@ class PromptProducer:
         config: ProducerConfig,
         *,
         run_id: str,
-        seed: int,
         max_heldout_rows: int,
         max_trained_rows: int,  # durable rows whose features are kept, for replay
         handover: Handover,
@@ -159,6 +158,7 @@ class PromptProducer:
         tell: Callable[[Round], None],  # a round is over
     ) -> None:
         self._engine = engine
+        self._dialogues = dialogues
         self._turns = turns
         self._prompts = prompts
         self._store = store
@@ -166,15 +166,12 @@ class PromptProducer:
         self._channel = channel
         self._config = config
         self._run_id = run_id
-        self._seed = seed
         self._max_trained_rows = max_trained_rows
         self._handover = handover
         self._show = show
         self._tell = tell
         self._heldout = _some(prompts, run_id, min(round(config.heldout_fraction * len(prompts)), max_heldout_rows))
         self._known = set(ledger.consumption(run_id)) | set(ledger.failures())
-        self._ended: queue.SimpleQueue[tuple[str, Done | Failed]] = queue.SimpleQueue()
-        self._running: dict[str, _Running] = {}
         self._recent: deque[SpeculationStats] = deque(maxlen=4 * config.concurrency)
         self._asked_at = 0.0
 
@@ -190,92 +187,68 @@ class PromptProducer:
             self._channel.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._abandon()
+            self._turns.close()
             self._channel.close()
 
     # --- one round ---
 
     def _round(self, number: int, should_stop: Callable[[], bool]) -> None:
-        waiting = deque(prompt for prompt in enumerate(self._prompts) if not self._is_known(number, *prompt))
-        made = Round(number, len(waiting))
+        dialogues = (self._dialogue(number, index, prompt) for index, prompt in enumerate(self._prompts))
+        waiting = deque(dialogue for dialogue in dialogues if not self._is_known(dialogue))
+        made = Round(number, sum(1 + len(dialogue.later) for dialogue in waiting))
         self._ask_for_drafter()
-        while (waiting or self._running) and not should_stop():
-            self._take_newest_drafter()
-            while waiting and len(self._running) < self._config.concurrency:
-                self._start(number, *waiting.popleft())
-            ended = self._next_answer(should_stop)
-            if ended is None:
-                return
-            running, done = ended
-            made.add(done, self._keep(running), self._engine.drafter_version)
-            self._say_how_it_goes(made, done)
-            if made.num_answers % KEEP_HOUSE_EVERY == 0:
-                self._store.delete(self._ledger.keep_newest_durable(self._max_trained_rows))
-        self._tell(made)
+        self._take_newest_drafter()
+        with closing(self._dialogues.turns(waiting, should_stop)) as turns:
+            for turn in turns:
+                made.add(turn.done, self._engine.drafter_version)
+                if turn.is_over:
+                    self._keep(turn.dialogue, made)
+                self._say_how_it_goes(made, turn.done)
+                if made.num_answers % KEEP_HOUSE_EVERY == 0:
+                    self._store.delete(self._ledger.keep_newest_durable(self._max_trained_rows))
+                self._take_newest_drafter()
+        if made.is_whole:
+            self._tell(made)
 
-    def _is_known(self, number: int, index: int, prompt: Prompt) -> bool:
-        sample_id, _ = self._name(number, index, prompt)
-        return sample_id in self._known
+    def _dialogue(self, number: int, index: int, prompt: Prompt) -> Dialogue:
+        """A prompt that is held out has the same one, number 0, in all rounds."""
+        return Dialogue(prompt, 0 if index in self._heldout else number, self._config.temperature)
 
-    def _name(self, number: int, index: int, prompt: Prompt) -> tuple[str, bool]:
-        """(sample id, whether it is held out). A prompt that is held out has one row for all rounds."""
-        is_heldout = index in self._heldout
-        key = f"{self._run_id}\0{0 if is_heldout else number}\0{index}\0{prompt.id}"
-        return hashlib.sha256(key.encode()).hexdigest()[:32], is_heldout
+    def _is_known(self, dialogue: Dialogue) -> bool:
+        """Whether all its rows are, however many they turned out to be."""
+        return any(self._known.issuperset(self._names(dialogue, num)) for num in range(1, len(dialogue.later) + 2))
 
-    def _start(self, number: int, index: int, prompt: Prompt) -> None:
-        sample_id, is_heldout = self._name(number, index, prompt)
-        session_id = self._engine.create_session(SessionOptions(capture=Switch.ON)).session_id
-        self._engine.append(session_id, prompt.token_ids)
-        params = SamplingParams(
-            max_tokens=self._config.max_tokens,
-            temperature=self._config.temperature,
-            seed=int(unit_hash("answer", f"{self._seed}:{sample_id}") * 2**62),
-            detokenize=False,
-        )
+    def _names(self, dialogue: Dialogue, num_rows: int) -> list[str]:
+        """The sample ids of so many rows. Each says how many there are, so that those of some do not pass for all."""
+        key = f"{self._run_id}\0{dialogue.number}\0{dialogue.prompt.id}\0{num_rows}"
+        return [hashlib.sha256(f"{key}\0{row}".encode()).hexdigest()[:32] for row in range(num_rows)]
 
-        def on_event(event: Event) -> None:
-            if isinstance(event, Done | Failed):
-                self._ended.put((session_id, event))
+    # --- a dialogue becomes rows ---
 
-        generation = self._engine.generate(session_id, params, on_event=on_event)
-        self._running[session_id] = _Running(prompt, sample_id, session_id, generation, is_heldout)
+    def _keep(self, dialogue: Dialogue, made: Round) -> None:
+        made.num_not_asked += len(dialogue.prompt.later) + 1 - dialogue.num_turns
+        rows = list(self._rows(dialogue))
+        made.kept[UNUSABLE] += max(len(dialogue.rows), 1) - len(rows)
+        for sample_id, (turn, row) in zip(self._names(dialogue, len(rows)), rows, strict=True):
+            if sample_id not in self._known:
+                made.kept[self._keep_row(dialogue, sample_id, turn, row)] += 1
 
-    def _next_answer(self, should_stop: Callable[[], bool]) -> tuple[_Running, Done] | None:
-        """The next answer to end; None when it is to stop."""
-        while not should_stop():
-            try:
-                session_id, event = self._ended.get(timeout=LOOK_EVERY_S)
-            except queue.Empty:
-                continue
-            running = self._running.pop(session_id)
-            self._engine.close_session(session_id)
-            if isinstance(event, Failed):
-                raise event.error
-            return running, event
-        return None
+    def _rows(self, dialogue: Dialogue) -> Iterator[tuple[CapturedTurn, FeatureRow]]:
+        """Those that a drafter can learn from."""
+        for session_id, tokens in dialogue.sessions.items():
+            turn = self._turns.fetch(session_id)
+            if turn is not None and tokens is not None:
+                generated = marks(tokens.spans, len(turn.token_ids))
+                row = row_of(dataclasses.replace(turn, generated=generated))
+                if row is not None:
+                    yield turn, row
 
-    def _abandon(self) -> None:
-        """Give up the answers in progress."""
-        while self._running:
-            session_id, running = self._running.popitem()
-            running.generation.cancel()
-            if self._engine.is_running:
-                self._engine.close_session(session_id)
-        self._turns.close()
-
-    # --- an answer becomes a row ---
-
-    def _keep(self, running: _Running) -> str:
+    def _keep_row(self, dialogue: Dialogue, sample_id: str, turn: CapturedTurn, row: FeatureRow) -> str:
         """What became of it."""
-        turn = self._turns.fetch(running.session_id)
-        row = None if turn is None else row_of(turn)
-        if turn is None or row is None:
-            return UNUSABLE
         meta = SampleMeta(
-            sample_id=running.sample_id,
+            sample_id=sample_id,
             run_id=self._run_id,
-            source=f"prompt/{running.prompt.id}",
+            source=f"prompt/{dialogue.prompt.id}",
             target_fingerprint=self._engine.info.fingerprint,
             aux_layer_ids=self._engine.info.aux_layer_ids,
             drafter_version=turn.drafter_version,
@@ -283,9 +256,10 @@ class PromptProducer:
         ref = self._put(meta, row)
         if ref is None:
             return UNUSABLE
-        self._ledger.commit(ref, "heldout" if running.is_heldout else "train")
-        if running.is_heldout:
-            self._known.add(running.sample_id)
+        is_heldout = dialogue.number == 0
+        self._ledger.commit(ref, "heldout" if is_heldout else "train")
+        if is_heldout:
+            self._known.add(sample_id)
             return HELDOUT
         self._channel.publish(ref)
         return ROW
@@ -343,8 +317,16 @@ def _some(prompts: Sequence[Prompt], run_id: str, count: int) -> frozenset[int]:
     return frozenset(sorted(range(len(prompts)), key=chances.__getitem__)[:count])
 
 
+def marks(spans: Sequence[Span], length: int) -> tuple[bool, ...]:
+    """Per token: whether it lies in one of the spans."""
+    marked = [False] * length
+    for first, stop in spans:
+        marked[first:stop] = [True] * (stop - first)
+    return tuple(marked)
+
+
 def row_of(turn: CapturedTurn) -> FeatureRow | None:
-    """The whole turn as one row, up to its last generated token; None if no drafter can learn from it."""
+    """The whole history as one row, up to its last generated token; None if no drafter can learn from it."""
     cuts = cut_turn(turn.generated, len(turn.token_ids))
     if not cuts:
         return None

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from runtime.engine.base import Generation, OnEvent
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
 from runtime.features.refs import unit_hash
 from runtime.files import hold
-from runtime.types import Done, Event, Failed, SamplingParams, SessionOptions, SpeculationStats, Switch, Tokens
+from runtime.types import SamplingParams, SessionOptions, Switch
+from training import asking
 from training.judging.questions import Question
 
 PLAIN = "plain"  # the shape of answers without a drafter
 LOOP_GRAM = 8
-LOOK_EVERY_S = 0.2  # how often a wait for answers looks whether it is to stop
 
 
 @dataclass(frozen=True)
@@ -151,25 +151,13 @@ class Asker:
 
     def ask(self, under: Pass, questions: Sequence[Question]) -> Iterator[Answer]:
         """Answers as they end. Ends early when it is to stop; what is running then is given up."""
-        ended: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        waiting = deque(questions)
-        running = 0
-        while not self._stop.is_set():
-            while waiting and running < self._concurrency:
-                self._start(under, waiting.popleft(), ended.put)
-                running += 1
-            if not running:
-                return
-            try:
-                answer = ended.get(timeout=LOOK_EVERY_S)
-            except queue.Empty:
-                continue
-            if isinstance(answer, Exception):
-                raise answer
-            running -= 1
-            yield answer
+        start = partial(self._start, under)
+        with closing(asking.answers(self._engine, deque(questions), self._concurrency, start, self._stop.is_set)) as ended:
+            for answer in ended:
+                self._engine.close_session(answer.session_id)
+                yield _counted(under, answer)
 
-    def _start(self, under: Pass, question: Question, put: Callable[[Answer | Exception], None]) -> None:
+    def _start(self, under: Pass, question: Question, on_event: OnEvent) -> tuple[str, Generation]:
         engine = self._engine
         session = engine.create_session(SessionOptions(capture=Switch.OFF)).session_id
         engine.append(session, question.token_ids)
@@ -177,45 +165,23 @@ class Asker:
             max_tokens=self._max_tokens, temperature=under.temperature, speculate=under.shape != PLAIN, detokenize=False
         )
         chance = int(unit_hash("evaluate", f"{self._seed}:{under.temperature:g}:{question.suite}:{question.id}") * 2**32)
-        listener = _Listener(under, question, partial(engine.close_session, session), put)
-        engine.generate(session, params, on_event=listener, entropy=chance)
+        return session, engine.generate(session, params, on_event=on_event, entropy=chance)
 
 
-class _Listener:
-    """Gathers one answer, on the engine's thread."""
-
-    def __init__(
-        self, under: Pass, question: Question, close: Callable[[], None], put: Callable[[Answer | Exception], None]
-    ) -> None:
-        self._under, self._question, self._close, self._put = under, question, close, put
-        self._token_ids: list[int] = []
-        self._drafted: list[bool] = []
-        self._began_at = time.monotonic()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Tokens):
-            self._token_ids += event.token_ids
-            self._drafted += event.drafted
-        elif isinstance(event, Failed):
-            self._put(event.error)
-        elif isinstance(event, Done):
-            self._close()
-            self._put(self._answer(event.speculation))
-
-    def _answer(self, counted: SpeculationStats) -> Answer | Exception:
-        steps = steps_of(self._drafted)
-        # Without a drafter there is a step for each token but the first; the engine counts these too.
-        if (len(steps), sum(steps)) != (counted.num_steps, counted.num_accepted):
-            return AssertionError(f"{len(steps)} steps accepted {sum(steps)} drafts, and the engine counted {counted}")
-        return Answer(
-            drafter=self._under.drafter,
-            shape=self._under.shape,
-            temperature=self._under.temperature,
-            suite=self._question.suite,
-            question=self._question.id,
-            token_ids=self._token_ids,
-            steps=steps,
-            accepted_per_position=counted.accepted_per_position,
-            drafted_per_position=counted.drafted_per_position,
-            seconds=round(time.monotonic() - self._began_at, 4),
-        )
+def _counted(under: Pass, answer: asking.Answer[Question]) -> Answer:
+    counted, steps = answer.done.speculation, steps_of(answer.drafted)
+    # Without a drafter there is a step for each token but the first; the engine counts these too.
+    is_same = (len(steps), sum(steps)) == (counted.num_steps, counted.num_accepted)
+    assert is_same, f"{len(steps)} steps accepted {sum(steps)} drafts, and the engine counted {counted}"
+    return Answer(
+        drafter=under.drafter,
+        shape=under.shape,
+        temperature=under.temperature,
+        suite=answer.asked.suite,
+        question=answer.asked.id,
+        token_ids=answer.token_ids,
+        steps=steps,
+        accepted_per_position=counted.accepted_per_position,
+        drafted_per_position=counted.drafted_per_position,
+        seconds=round(answer.seconds, 4),
+    )

@@ -212,8 +212,9 @@ class Progress:
 
     def produced(self, made: Round) -> None:
         self._write("round", **made.figures)
+        not_asked = f", {made.num_not_asked} questions not asked: no place for them" if made.num_not_asked else ""
         self._say(
-            f"round {made.number}: {made.num_answers} answers, {made.kept[ROW]} rows, {made.kept[HELDOUT]} held out, "
+            f"round {made.number}: {made.num_answers} answers{not_asked}, {made.kept[ROW]} rows, {made.kept[HELDOUT]} held out, "
             f"{made.kept[UNUSABLE]} unusable, {made.tokens_per_s:.0f} tokens/s, acceptance length "
             f"{made.speculation.mean_acceptance_length:.3f} (drafter {made.drafter_version})"
         )

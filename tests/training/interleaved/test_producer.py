@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,11 +25,15 @@ from runtime.features.memory import MemoryStore
 from runtime.features.tap import CapturedTurn
 from runtime.hidden_states import HiddenStates
 from runtime.models import Tokenizer
+from runtime.types import Done, SamplingParams, SessionOptions, Switch
 from training.data.prompts import Prompt
+from training.dialogues import Dialogues
 from training.interleaved import producer as producer_module
 from training.interleaved.config import ProducerConfig
 from training.interleaved.producer import HELDOUT, ROW, Handover, PromptProducer, Round, TurnBox, row_of
 from training.learning.start import from_scratch
+
+from ..numerals import Numerals
 
 SOON_S = 20.0
 NEVER = bool  # `bool()` is False
@@ -40,7 +45,7 @@ class Stage:
 
     engine: LocalEngine
     turns: TurnBox
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | Numerals
     ledger: Ledger
     store: MemoryStore
     channel: RefChannel
@@ -48,24 +53,41 @@ class Stage:
     rounds: list[Round] = field(default_factory=list)
     shown: list[dict[str, str]] = field(default_factory=list)
 
-    def producer(self, num_prompts: int, max_trained_rows: int = 1000, **settings: Any) -> PromptProducer:
-        prompts = [Prompt(f"p{n}", tuple(self.tokenizer.encode(f"Question {n}?"))) for n in range(num_prompts)]
+    def producer(
+        self, num_prompts: int, max_trained_rows: int = 1000, later: tuple[str, ...] = (), **settings: Any
+    ) -> PromptProducer:
+        """later: questions behind the first answer to each prompt."""
+        prompts = [self.prompt(n, later) for n in range(num_prompts)]
+        config = ProducerConfig(**({"max_tokens": 12, "concurrency": 3, "heldout_fraction": 0.0} | settings))
+        dialogues = Dialogues(
+            self.engine,
+            self.tokenizer,
+            seed=0,
+            concurrency=config.concurrency,
+            max_answer_tokens=config.max_tokens,
+            max_tokens=2000,
+            capture=Switch.ON,
+        )
         return PromptProducer(
             self.engine,
+            dialogues,
             self.turns,
             prompts,
             self.store,
             self.ledger,
             self.channel.producer,
-            ProducerConfig(**({"max_tokens": 12, "concurrency": 3, "heldout_fraction": 0.0} | settings)),
+            config,
             run_id="run",
-            seed=0,
             max_heldout_rows=4,
             max_trained_rows=max_trained_rows,
             handover=self.handover,
             show=lambda figures: self.shown.append(dict(figures)),
             tell=self.rounds.append,
         )
+
+    def prompt(self, number: int, later: tuple[str, ...]) -> Prompt:
+        messages = ({"role": "user", "content": f"{number} 20 21"},)
+        return Prompt(f"p{number}", tuple(self.tokenizer.encode_chat(messages)), f"slice {number % 2}", messages, later=later)
 
     def taken(self) -> list[str]:
         return [ref.source for ref in self.channel.consumer.get(1000, 0)]
@@ -100,11 +122,68 @@ def test_rows_hold_what_the_target_said_and_saw(stage: Stage) -> None:
     stage.producer(1, temperature=0.0).drive(NEVER)
     [ref] = stage.channel.consumer.get(9, 0)
     row, _ = stage.store.get(ref)
-    prompt = stage.tokenizer.encode("Question 0?")
+    prompt = list(stage.prompt(0, ()).token_ids)
     assert row.token_ids[: len(prompt)].tolist() == prompt
     assert row.generated.tolist() == [False] * len(prompt) + [True] * 12
     assert row.hidden.last.shape[0] == len(prompt) + 11
     assert ref.target_fingerprint == stage.engine.info.fingerprint
+    assert ref.slice == "slice 0"
+
+
+def test_later_questions_are_asked_and_are_rows_of_their_own_where_the_template_does_not_go_on(stage: Stage) -> None:
+    stage.producer(5, later=("And then?",), heldout_fraction=0.2, max_rounds=2).drive(NEVER)
+    refs = stage.channel.consumer.get(1000, 0)
+    assert sorted(Counter(ref.source for ref in refs).values()) == [4, 4, 4, 4]  # two rows in each of two rounds
+    assert len(stage.ledger.heldout()) == 2  # of one prompt
+    assert [(made.num_answers, made.num_asked, made.kept[ROW], made.kept[HELDOUT]) for made in stage.rounds] == [
+        (10, 10, 8, 2),
+        (8, 8, 8, 0),
+    ]
+    rows = [stage.store.get(ref)[0] for ref in refs]
+    first = min(rows, key=lambda row: row.num_tokens)
+    [second, *_] = [row for row in rows if row.num_tokens > first.num_tokens]
+    assert second.generated.tolist() == sorted(second.generated.tolist())  # of the last answer alone
+    assert bool(second.generated[-1])
+    assert second.hidden.last.shape[0] == second.num_tokens - 1
+    assert stage.engine.list_sessions() == []
+    assert not stage.turns._turns
+
+
+def test_a_dialogue_that_the_template_goes_on_with_is_one_row_of_all_answers_and_states(stage: Stage) -> None:
+    stage.tokenizer = Numerals()
+    stage.producer(1, later=("30", "40"), temperature=0.0).drive(NEVER)
+    [ref] = stage.channel.consumer.get(9, 0)
+    row, _ = stage.store.get(ref)
+    edges = torch.diff(row.generated.int(), prepend=torch.zeros(1, dtype=torch.int32))
+    assert (edges == 1).sum() == 3  # spans
+    [made] = stage.rounds
+    assert int(row.generated.sum()) == made.num_tokens
+    session = stage.engine.create_session(SessionOptions(capture=Switch.ON)).session_id
+    stage.engine.append(session, row.token_ids[:-1].tolist())
+    ended = threading.Event()
+    stage.engine.generate(session, SamplingParams(max_tokens=1), on_event=lambda event: isinstance(event, Done) and ended.set())
+    assert ended.wait(SOON_S)
+    again = stage.turns.fetch(session)
+    assert again is not None
+    states = torch.cat([part.last for part in again.hidden])[: row.num_tokens - 1]
+    torch.testing.assert_close(row.hidden.last, states.to(row.hidden.last.dtype), atol=0.05, rtol=0.02)
+
+
+def test_a_dialogue_of_several_rows_is_made_again_unless_all_of_them_are_durable(stage: Stage) -> None:
+    stage.producer(3, later=("And then?",)).drive(NEVER)
+    leased = [ref.sample_id for ref in stage.ledger.lease("run", 5, 60.0)]
+    stage.ledger.record_checkpoint("run", "one", 1, leased)
+    stage.channel = RefChannel(Watermarks(100, 50, 1 << 24, 1 << 24), Quantum(1, 0))
+    stage.producer(3, later=("And then?",)).drive(NEVER)
+    assert stage.rounds[-1].num_answers == 2
+    assert stage.rounds[-1].kept[ROW] == 1
+
+
+def test_questions_that_find_no_place_are_counted(stage: Stage) -> None:
+    stage.producer(2, later=("word " * 2000, "And then?")).drive(NEVER)
+    [made] = stage.rounds
+    assert (made.num_answers, made.num_not_asked, made.kept[ROW]) == (2, 4, 2)
+    assert made.figures["not_asked"] == 4
 
 
 def test_what_is_held_out_is_not_published_and_asked_once(stage: Stage) -> None:

@@ -146,7 +146,8 @@ class Dialogues:
 
 
 def longest_row(prompt: Prompt, tokenizer: Tokenizer, max_answer_tokens: int) -> int:
-    """Tokens of the longest row that a dialogue with it can become, if its later questions are all asked in one."""
+    """Tokens of the longest row that a dialogue with it becomes, if all is asked in one, and answers are as many tokens to the
+    template as they were to the model."""
     messages = list(prompt.messages)
     for question in prompt.later:
         messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": question}]

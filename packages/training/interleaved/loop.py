@@ -133,7 +133,7 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
     files = files_of("data.prompts", config.data.prompts)
     vocab_size, report = target.info.vocab_size, shop.progress.tokenising
     prompts, left_out = load_prompts(files, tokenizer, vocab_size, limit - config.producer.max_tokens, report=report)
-    longest = max(min(longest_row(prompt, tokenizer, config.producer.max_tokens), limit) for prompt in prompts)
+    longest = min(max(longest_row(prompt, tokenizer, config.producer.max_tokens) for prompt in prompts), limit)
     channel = _channel(config.producer, config.features, shop.data_of_step.batch_rows, longest, target.info)
 
     store = MemoryStore(config.features.budget_mib << 20, dtype=ROW_DTYPE)
@@ -154,7 +154,7 @@ def build_online_eagle3_runtime(shop: Workshop) -> tuple[Trainer, OnlineStream, 
         seed=config.trainer.seed,
         concurrency=config.producer.concurrency,
         max_answer_tokens=config.producer.max_tokens,
-        max_tokens=longest,
+        max_tokens=limit,
         capture=Switch.ON,
     )
     producer = PromptProducer(

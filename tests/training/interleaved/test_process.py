@@ -117,6 +117,16 @@ def test_a_producer_out_of_room_waits_for_rows_to_become_durable(state, prompts:
     assert len(events(state, "saved")) > 1, "the trainer saved in its pauses"
 
 
+def test_later_questions_are_asked_and_learned_from(state, tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"p{n}", "turns": [f"What is {n}?", "And then?"]}) for n in range(6)))
+    producer = ProducerConfig(max_tokens=24, low_rows=4, high_rows=8, concurrency=2, heldout_fraction=0.2)
+    assert run(state.config(data__prompts=str(path), mode=Mode.INTERLEAVED, producer=producer)) == 0
+    [made] = events(state, "round")
+    assert (made["answers"], made["not_asked"], made["rows"], made["heldout_rows"]) == (12, 0, 10, 2)
+    assert len(ledger(state).consumption("default")) == 10
+
+
 def test_a_signal_stops_both_sides(state, prompts: Path) -> None:
     with subprocess.Popen(
         command(state, prompts, "producer.max_rounds=null"), stderr=subprocess.PIPE, text=True, env=os.environ

@@ -1,7 +1,7 @@
 """Load: how a server answers many clients at once: time to first token, gaps between tokens, throughput, an event loop awake.
 
 Streams chats over HTTP with as many clients as you say, in the terms that serving benchmarks use (TTFT, TPOT, ITL, with means,
-medians and 99th percentiles), while one more client asks /livez all the time. It starts a server of its own, unless --url names
+medians and 99th percentiles), while another program asks /livez all the time. It starts a server of its own, unless --url names
 one; speculation is switched off for half of the requests with --compare, in turns, so that both halves see the same load.
 
     python benchmarks/load.py --prompts PROMPTS.jsonl --concurrency 8 --requests 64 --compare
@@ -18,7 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import machine
 from console import Board
 from programs import Program, ProgramFailed
 
-PROBE_EVERY_S = 0.05
+PROBE = Path(__file__).with_name("liveness.py")
 DEFAULT_PROMPTS = [
     "Why is the sky blue?",
     "Tell me a story of a river.",
@@ -103,13 +104,23 @@ def take(answer: Answer, chunk: dict[str, Any]) -> None:
         answer.token_times.append(time.perf_counter())
 
 
-async def probe(client: httpx.AsyncClient, seconds: list[float], is_over: asyncio.Event) -> None:
-    """How long /livez takes, again and again."""
-    while not is_over.is_set():
-        began = time.perf_counter()
-        (await client.get("/livez")).raise_for_status()
-        seconds.append(time.perf_counter() - began)
-        await asyncio.sleep(PROBE_EVERY_S)
+@asynccontextmanager
+async def probing(url: str, seconds: list[float]) -> AsyncIterator[None]:
+    """Meanwhile /livez is asked all the time, by a program of its own; how long its answers took is in `seconds` afterwards."""
+    pipe = asyncio.subprocess.PIPE
+    probe = await asyncio.create_subprocess_exec(sys.executable, str(PROBE), url, stdin=pipe, stdout=pipe)
+    try:
+        assert probe.stdout is not None
+        first = await probe.stdout.readline()  # it has begun
+        yield
+        rest, _ = await probe.communicate(b"")  # the end of its input, which ends it
+        seconds += map(float, (first + rest).split())
+        if probe.returncode:
+            raise ProgramFailed(f"{PROBE.name} ended with code {probe.returncode}: /livez did not answer.")
+    finally:
+        if probe.returncode is None:
+            probe.kill()
+            await probe.wait()
 
 
 async def prefill(client: httpx.AsyncClient, model: str, is_over: asyncio.Event) -> None:
@@ -122,10 +133,7 @@ async def prefill(client: httpx.AsyncClient, model: str, is_over: asyncio.Event)
 
 async def measure(url: str, options: argparse.Namespace, prompts: Sequence[str], board: Board) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None)
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client,
-        httpx.AsyncClient(base_url=url, timeout=600) as prober,
-    ):
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await ask(client, model, prompts[0], 8, True)  # the first forwards of a process are slower
         numbers = iter(range(options.requests))
@@ -140,13 +148,13 @@ async def measure(url: str, options: argparse.Namespace, prompts: Sequence[str],
                 answers.append(await ask(client, model, prompt, options.max_tokens, speculates))
                 board.show(answers=f"{len(answers)} of {options.requests}", failed=sum(bool(one.error) for one in answers))
 
-        beside = [asyncio.create_task(probe(prober, probes, is_over))]
-        beside += [asyncio.create_task(prefill(client, model, is_over)) for _ in range(options.long_prefills)]
-        began = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(options.concurrency)))
-        duration_s = time.perf_counter() - began
-        is_over.set()
-        await asyncio.gather(*beside)
+        async with probing(url, probes):
+            beside = [asyncio.create_task(prefill(client, model, is_over)) for _ in range(options.long_prefills)]
+            began = time.perf_counter()
+            await asyncio.gather(*(work() for _ in range(options.concurrency)))
+            duration_s = time.perf_counter() - began
+            is_over.set()
+            await asyncio.gather(*beside)
     arms = {"all": answers}
     if options.compare:
         arms |= {name: [one for one in answers if one.speculates is on] for name, on in (("speculative", True), ("plain", False))}

@@ -269,7 +269,7 @@ def test_the_settings_of_the_runtime() -> None:
         "backend": "name num_threads numerics kv_pool_mib",
         "drafter": "kind path",
         "speculation": "mode shape max_draft_tokens tree_nodes tree_width",
-        "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib prefix_reuse",
+        "sessions": "max_sessions ttl_s max_batch_sessions prefill_chunk_tokens kv_budget_mib prefix_reuse patient",
         "capture": "enabled by_default sampling_rate min_generated_tokens max_row_tokens heldout_fraction heldout_max_rows "
         "queue_max_rows high_rows low_rows high_mib low_mib redact classify max_age_s max_trained_rows",
         "features": "store root budget_mib mooncake",

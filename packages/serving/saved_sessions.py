@@ -23,11 +23,15 @@ class SavedSessions:
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Where to write a session of this name; nobody else gets the same place. SavedSessionRejected(SAVED_EXISTS)."""
+        """Where to write a session of this name; nobody else gets the same place, or sees what is not finished.
+        SavedSessionRejected(SAVED_EXISTS), also while the first of two saves is being written."""
         path = self._path(name)
-        if path.exists() or name in self._being_written:
-            raise SavedSessionRejected("SAVED_EXISTS", f"A saved session {name!r} is there; delete it, or take another name.")
-        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True)  # only one of several at once makes it, in this server or in another one
+        except FileExistsError:
+            raise SavedSessionRejected(
+                "SAVED_EXISTS", f"A saved session {name!r} is there; delete it, or take another name."
+            ) from None
         self._being_written.add(name)
         try:
             yield path
@@ -38,14 +42,15 @@ class SavedSessions:
             self._being_written.discard(name)
 
     def existing(self, name: str) -> Path:
-        """SavedSessionRejected(SAVED_NOT_FOUND) if there is none."""
+        """SavedSessionRejected(SAVED_NOT_FOUND) if there is none yet."""
         path = self._path(name)
-        if not path.is_dir():
+        if name in self._being_written or not path.is_dir():
             raise SavedSessionRejected("SAVED_NOT_FOUND", f"There is no saved session {name!r}; list them and name one of them.")
         return path
 
     def describe(self, name: str) -> SavedSession:
-        path = self.existing(name)
+        """Of one that is there, or has just been written."""
+        path = self._path(name)
         num_bytes = sum(entry.stat().st_size for entry in path.iterdir())
         return SavedSession(name, num_bytes, path.stat().st_mtime)
 
@@ -53,8 +58,8 @@ class SavedSessions:
         """By name."""
         if not self._root.is_dir():
             return []
-        names = sorted(entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir())
-        return [self.describe(name) for name in names]
+        names = {entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()}
+        return [self.describe(name) for name in sorted(names - self._being_written)]
 
     def delete(self, name: str) -> None:
         """Out of sight first: a server that dies meanwhile leaves no half of it under its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runtime.errors import DrafterNotFound, DrafterRejected, InvalidRequest, Sav
 from runtime.registry import Origin
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.drafters_client import DrafterClient
+from runtime.sessions import saved
 from runtime.types import CachePolicy, DrafterPolicy, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Tokens
 
 from .conftest import MakeDrafter, Running, StartServer, make_config, start, wait_for
@@ -100,9 +102,9 @@ def test_a_saved_session_survives_the_server(home: Path, tmp_path: Path) -> None
     with first.client() as client:
         session = open_with(client, SessionOptions("ann", labels={"task": "x"}))
         list(client.generate(session.session_id, GREEDY))
-        saved = client.save_session(session.session_id, "rivers-1")
-        assert (saved.name, client.list_saved_sessions()) == ("rivers-1", [saved])
-        assert saved.num_bytes > 1000
+        kept = client.save_session(session.session_id, "rivers-1")
+        assert (kept.name, client.list_saved_sessions()) == ("rivers-1", [kept])
+        assert kept.num_bytes > 1000
         expected = tokens_of(client.generate(session.session_id, GREEDY))
     first.stop()
     first.ended.result(timeout=30)
@@ -134,6 +136,42 @@ def test_a_name_is_taken_once(running: Running, client: RuntimeClient) -> None:
     client.delete_saved_session("taken")
     client.save_session(session.session_id, "taken")
     client.delete_saved_session("taken")
+
+
+def test_a_name_is_taken_from_the_moment_that_its_session_is_being_written(
+    running: Running, client: RuntimeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sees it before it is whole, and nobody takes it away from under the writer."""
+    writing, may_finish = threading.Event(), threading.Event()
+    write = saved.write
+
+    def slow(directory: Path, record: saved.SavedSession) -> None:
+        writing.set()
+        assert may_finish.wait(60)
+        write(directory, record)
+
+    monkeypatch.setattr(saved, "write", slow)
+    first, second = open_with(client), open_with(client)
+    client.append(second.session_id, text="And three lakes.")
+    saver = threading.Thread(target=client.save_session, args=(first.session_id, "twice"))
+    saver.start()
+    assert writing.wait(60)
+    reasons = []
+    for call in (
+        lambda: client.save_session(second.session_id, "twice"),
+        lambda: client.restore_session("twice"),
+        lambda: client.delete_saved_session("twice"),
+    ):
+        with pytest.raises(SavedSessionRejected) as refused:
+            call()
+        reasons.append(refused.value.reason)
+    assert reasons == ["SAVED_EXISTS", "SAVED_NOT_FOUND", "SAVED_NOT_FOUND"]
+    assert client.list_saved_sessions() == []
+    may_finish.set()
+    saver.join(60)
+    assert [one.name for one in client.list_saved_sessions()] == ["twice"]
+    assert client.restore_session("twice").history_length == first.history_length
+    client.delete_saved_session("twice")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a" * 65, "a b", "\u00e4", "a\0"])

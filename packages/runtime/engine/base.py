@@ -118,7 +118,8 @@ class Engine(Protocol):
         ...
 
     def save_session(self, session_id: str, directory: Path) -> SessionInfo:
-        """Write an idle session into this directory; what was saved there before is replaced once all is written.
+        """Write an idle session into this directory; what was saved there before is replaced once all is written. Of several
+        saved there at once the last one stays, whole.
 
         The session is busy meanwhile; the engine goes on with others while the file is written. OSError if it cannot be.
         """

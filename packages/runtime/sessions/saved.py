@@ -1,12 +1,12 @@
 """A session on disk: a directory with session.json and one safetensors file of K/V and kept features.
 
 session.json says everything but the tensors, and names their file and its hash; it is written last and replaced at once, so a
-directory holds the old session or the new one, never a mixture. Knows no target: what its tensors mean is the target's to say.
+directory holds the old session or the new one, never a mixture. Of several saves into one directory each waits for the one
+before it, and the last one stays, whole. Knows no target: what its tensors mean is the target's to say.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -20,13 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from runtime.errors import InvalidRequest, SavedSessionRejected
-from runtime.files import dump_json, write_atomic
+from runtime.files import dump_json, locked, write_atomic
 from runtime.hidden_states import HiddenStates
 from runtime.tensors import to_bytes
 from runtime.types import CachePolicy, DrafterPolicy, SessionOptions, Switch, check_token_ids
 
 FORMAT = 1
 RECORD = "session.json"
+LOCK = ".lock"  # held while a session is written here
 KV_PREFIX = "kv."
 AUX, LAST = "features.aux", "features.last"
 
@@ -43,15 +44,14 @@ class SavedSession:
 
 
 def write(directory: Path, saved: SavedSession) -> None:
-    """Make this directory hold the session. OSError if it cannot be written; what it held before is then unharmed."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Make this directory hold the session, after those that are being written there. OSError if it cannot be written; what
+    it held before is then unharmed."""
     tensors = {KV_PREFIX + name: tensor for name, tensor in saved.kv.items()}
     if saved.features is not None:
         tensors |= {AUX: saved.features.aux.cpu().contiguous(), LAST: saved.features.last.cpu().contiguous()}
     data = to_bytes(tensors)
     digest = hashlib.sha256(data).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"
-    write_atomic(directory / name, data)
     record = {
         "format": FORMAT,
         "history": saved.history,
@@ -62,16 +62,28 @@ def write(directory: Path, saved: SavedSession) -> None:
         "tensors": name,
         "tensors_sha256": digest,
     }
-    write_atomic(directory / RECORD, dump_json(record))
-    for old in directory.glob("tensors-*.safetensors"):
-        if old.name != name:
-            with contextlib.suppress(FileNotFoundError):  # another save of the same name was faster
+    with locked(directory / LOCK):
+        write_atomic(directory / name, data)
+        write_atomic(directory / RECORD, dump_json(record))
+        for old in directory.glob("tensors-*.safetensors"):
+            if old.name != name:
                 old.unlink()
 
 
 def read(directory: Path, *, target_fingerprint: str, tokenizer_hash: str, vocab_size: int) -> SavedSession:
     """The session that `write` put there. SavedSessionRejected if there is none, if it is damaged, or another model's."""
-    record = _read_record(directory)
+    while True:
+        record = _read_record(directory)
+        try:
+            return _read(directory, record, target_fingerprint, tokenizer_hash, vocab_size)
+        except SavedSessionRejected:
+            if _read_record(directory) == record:
+                raise  # else another one was saved here meanwhile, and took the tensors of this one away
+
+
+def _read(
+    directory: Path, record: Mapping[str, Any], target_fingerprint: str, tokenizer_hash: str, vocab_size: int
+) -> SavedSession:
     try:
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} is not {FORMAT}, the one known here")

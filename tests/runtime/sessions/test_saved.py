@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,54 @@ def test_a_later_save_replaces_the_earlier_and_an_interrupted_one_does_not(
     monkeypatch.undo()
     saved.write(tmp_path / "a", longer)
     assert read(tmp_path / "a").history == [1, 2, 3, 4, 5]
-    assert len(list((tmp_path / "a").iterdir())) == 2
+    assert len(list((tmp_path / "a").iterdir())) == 3  # with its lock
+
+
+def test_of_two_saves_at_once_the_last_one_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has yet to clear away the tensors of others when the second one comes."""
+    has_record, waits, goes_on = threading.Event(), threading.Event(), threading.Event()
+    write_atomic, locked = saved.write_atomic, saved.locked
+
+    def paused(path: Path, data: bytes) -> None:
+        write_atomic(path, data)
+        if path.name == saved.RECORD and not has_record.is_set():
+            has_record.set()
+            assert goes_on.wait(60)
+
+    def told(path: Path) -> AbstractContextManager[None]:
+        if has_record.is_set():
+            waits.set()
+        return locked(path)
+
+    monkeypatch.setattr(saved, "write_atomic", paused)
+    monkeypatch.setattr(saved, "locked", told)
+    longer = SavedSession([1, 2, 3, 4, 5], OPTIONS, "target", "tokenizer", 5, {"keys": torch.zeros(5)})
+    first = threading.Thread(target=saved.write, args=(tmp_path / "a", record()))
+    second = threading.Thread(target=saved.write, args=(tmp_path / "a", longer))
+    first.start()
+    assert has_record.wait(60)
+    second.start()
+    assert waits.wait(60)
+    assert read(tmp_path / "a").history == [1, 2, 3, 4]
+    goes_on.set()
+    first.join(60)
+    second.join(60)
+    found = read(tmp_path / "a")
+    assert (found.history, found.cached, set(found.kv)) == ([1, 2, 3, 4, 5], 5, {"keys"})
+
+
+def test_who_reads_while_another_one_is_saved_gets_one_of_them_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved.write(tmp_path / "a", record())
+    longer = SavedSession([1, 2, 3, 4, 5], OPTIONS, "target", "tokenizer", 5, {"keys": torch.zeros(5)})
+    check = saved.check_token_ids
+
+    def saving(*args: Any, **more: Any) -> None:  # between record and tensors
+        monkeypatch.undo()
+        saved.write(tmp_path / "a", longer)
+        check(*args, **more)
+
+    monkeypatch.setattr(saved, "check_token_ids", saving)
+    assert read(tmp_path / "a").history == [1, 2, 3, 4, 5]
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_saving_again_replaces_what_was_there(make_engine: MakeEngine, tmp_path:
         run(engine, prompt_of(seed), SHORT, session_id)
         engine.save_session(session_id, tmp_path / "s")
     assert engine.restore_session(tmp_path / "s").history_length == 56
-    assert sorted(path.suffix for path in (tmp_path / "s").iterdir()) == [".json", ".safetensors"]
+    assert sorted(path.suffix for path in (tmp_path / "s").iterdir()) == ["", ".json", ".safetensors"]  # and its lock
 
 
 def test_a_restore_is_made_once_for_a_request_id(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ class FusedSteps:
         return self._info.max_positions - len(work.request.session.history) - num_new
 
     def _drafter_for(self, work: Work) -> Drafter | None:
+        if not self._decoder.max_depth:  # as the settings have it
+            return None
         drafter = self._drafting.drafter_for(work.request)
         return None if isinstance(drafter, NoDrafter) else drafter
 
@@ -247,28 +249,28 @@ class FusedSteps:
         self._load()  # nothing is under way: a swap takes effect here
         if not any(part.works for part in landed) and self._can_draft_all(works):
             landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(works)]
-        self._take_off(works, {id(work.request): len(new) for part in landed for work, _, new, _ in part.works})
+        self._take_off(works, {id(work.request): new for part in landed for work, _, new, _ in part.works})
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
         """False for one step after a swap to a drafter that cannot run here: its sessions go the general way from then on."""
         return self._can_draft or all(self._drafter_for(work) is None for work in works)
 
-    def _take_off(self, works: Sequence[Work], num_new: Mapping[int, int]) -> None:
-        """Begin the step after this one for all that it may have, unless the host is needed first. num_new: by request's id, the
+    def _take_off(self, works: Sequence[Work], new: Mapping[int, Sequence[int]]) -> None:
+        """Begin the step after this one for all that it may have, unless the host is needed first. new: by request's id, the
         tokens that just came for it."""
         going: list[Work] = []
         for work in works:
-            num = num_new.get(id(work.request), 0)
-            if work.request.num_remaining > num and self._has_room(work, num):
+            new_ids = new.get(id(work.request), ())
+            if not work.request.ends_within(new_ids) and self._has_room(work, len(new_ids)):
                 going.append(Work(work.request, work.token_ids, is_last_chunk=True))
         parts = self._parts(going) if self._can_draft_all(going) else []
         if len(parts) != 1:
             return
         part, depth = parts[0]
-        if all(id(work.request) not in num_new or self._decoder.can_continue(_cache(work), depth) for work in part):
+        if all(id(work.request) not in new or self._decoder.can_continue(_cache(work), depth) for work in part):
             try:
-                self._flight = self._launch(part, depth, num_new)
+                self._flight = self._launch(part, depth, new)
             except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
                 return
 
@@ -292,24 +294,25 @@ class FusedSteps:
         parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
         return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _launch(self, works: list[Work], depth: int, num_new: Mapping[int, int]) -> _Flight:
+    def _launch(self, works: list[Work], depth: int, new: Mapping[int, Sequence[int]]) -> _Flight:
         caches, started = [_cache(work) for work in works], time.perf_counter()
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
-        num_steps = 1 if depth else self._num_in_a_row(works, num_new)
+        num_steps = 1 if depth else self._num_in_a_row(works, new)
         is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
         return _Flight(works, caches, depth, num_steps, started, is_typical)
 
-    def _num_in_a_row(self, works: list[Work], num_new: Mapping[int, int]) -> int:
+    def _num_in_a_row(self, works: list[Work], new: Mapping[int, Sequence[int]]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
         if len(works) < MANY_SESSIONS or not (self._is_alone or self._is_patient):
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
         num = min(most, int((PATIENT_SECONDS if self._is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
-        of_use = max(work.request.num_remaining - num_new.get(id(work.request), 0) for work in works)
-        room = min(self._room(work, num_new.get(id(work.request), 0)) for work in works)
+        num_new = [len(new.get(id(work.request), ())) for work in works]
+        of_use = max(work.request.num_remaining - num_of_it for work, num_of_it in zip(works, num_new, strict=True))
+        room = min(self._room(work, num_of_it) for work, num_of_it in zip(works, num_new, strict=True))
         return max(min(num, of_use, room), 1)
 
     def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:

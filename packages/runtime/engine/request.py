@@ -1,7 +1,8 @@
 """One running generation: its sampling state, its text, its counts, and the rule that ends it.
 
 Tokens are taken one at a time, so that penalties, stops and the length limit see every accepted token in order: of a
-verified batch, nothing behind the first token that ends the turn exists.
+verified batch, nothing behind the first token that ends the turn exists. Where nobody looks at each of them, they are taken
+together.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Request:
         eos_token_ids = info.eos_token_ids if session.options.eos_token_ids is None else session.options.eos_token_ids
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids) | frozenset(session.options.stop_token_ids)
+        self._end_token_ids = self._eos_token_ids | self._stop_token_ids
+        self._is_only_ids = self.processor.is_plain and not params.detokenize and not params.logprobs
 
     @property
     def request_id(self) -> str:
@@ -126,6 +129,8 @@ class Request:
 
     def take(self, verdict: Verdict, logits: torch.Tensor) -> int:
         """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified."""
+        if self._is_only_ids:
+            return self._take_ids(verdict)
         taken: list[int] = []
         text = ""
         for token_id in verdict.token_ids:
@@ -138,10 +143,26 @@ class Request:
                 break
         if self.finish_reason is not None:
             text += self._finish_text()
-        num_drafted = min(verdict.num_accepted, len(taken))
-        drafted = (True,) * num_drafted + (False,) * (len(taken) - num_drafted)
-        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, verdict, taken), drafted))
+        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, verdict, taken), _drafted(verdict, len(taken))))
         return len(taken)
+
+    def _take_ids(self, verdict: Verdict) -> int:
+        """The same, where no text is made of them and no token changes how the next one is picked."""
+        taken = verdict.token_ids[: self.num_remaining]
+        if not self._end_token_ids.isdisjoint(taken):
+            end = next(place for place, token_id in enumerate(taken) if token_id in self._end_token_ids)
+            taken = taken[: end + 1]
+            self.finish_reason, self.matched_stop = "stop", taken[end]
+        elif len(taken) == self.num_remaining:
+            self.finish_reason = "length"
+        self.session.history += taken
+        self.num_emitted += len(taken)
+        self.emit(Tokens(tuple(taken), "", (), _drafted(verdict, len(taken))))
+        return len(taken)
+
+    def ends_within(self, token_ids: Sequence[int]) -> bool:
+        """Whether the turn is sure to end with one of these, the next that there are. It may for other reasons too."""
+        return self.num_remaining <= len(token_ids) or not self._end_token_ids.isdisjoint(token_ids)
 
     def _read(self, token_id: int) -> str:
         """Text that became safe to show with this token; sets finish_reason if the token ends the turn."""
@@ -204,3 +225,8 @@ class Request:
         except Exception:
             log.exception("The listener of generation %s raised; the generation is cancelled.", self._request_id)
             self.cancel()
+
+
+def _drafted(verdict: Verdict, num_taken: int) -> tuple[bool, ...]:
+    num_drafted = min(verdict.num_accepted, num_taken)
+    return (True,) * num_drafted + (False,) * (num_taken - num_drafted)

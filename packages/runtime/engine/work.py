@@ -7,12 +7,14 @@ rows of the segment    0 ... n-1            | n ... n+m-1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runtime.backends.base import Segment
 from runtime.drafters.base import Draft, Drafter
 from runtime.engine.request import Request
 from runtime.speculation.depth import PLAIN, Ask, Shape
+
+NO_DRAFT = Draft([])
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Work:
     token_ids: list[int]  # history[cached : cached + n], the pending token or a chunk of prompt
     is_last_chunk: bool  # reaches the end of the history, so its last logits give the next token
     is_settling: bool = False  # the turn is over: only the K/V of its last token is missing
-    draft: Draft = field(default_factory=lambda: Draft([]))
+    draft: Draft = NO_DRAFT
     drafter: Drafter | None = None  # that speculates for this session, if one does
     ask: Ask | None = None  # and how the pacer was asked for the shape of its draft
     shape: Shape = PLAIN

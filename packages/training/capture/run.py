@@ -24,6 +24,7 @@ from runtime.backends.transformers.packed import load_packed
 from runtime.config import DrafterConfig, SessionsConfig, require
 from runtime.devices import choose_device
 from runtime.drafters.loading import load_drafter
+from runtime.drafters.none import NoDrafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError, ModelError
 from runtime.files import sha256_of
@@ -198,7 +199,7 @@ class _Job:
             prefill_chunk_tokens=PREFILL_TOKENS * max(16, config.answers.concurrency),
             patient=True,
         )
-        drafter = load_drafter(DrafterConfig(), target)
+        drafter = load_drafter(DrafterConfig(), target) if config.speculation.max_draft_tokens else NoDrafter()
         engine = LocalEngine(target, drafter, self._tokenizer, config.speculation, sessions)
         dialogues = Dialogues(
             engine,

@@ -219,6 +219,20 @@ def test_a_stop_ends_the_turn_and_the_step_under_way_is_forgotten(fused: Fused, 
     listener = fused.begin(prompt, params)
     assert listener.wait().finish_reason == "stop"
     assert listener.token_ids == expected[: expected.index(stop) + 1]
+    fused.begin(prompt_of(5, 4)).wait()  # a step that was under way would have been collected by now
+    assert not fused.decoder.num_discarded, "that such a token ends the turn is known before the next step begins"
+
+
+def test_a_stop_in_the_text_is_found_while_the_next_step_is_under_way(fused: Fused, oracle: Target):
+    for seed in range(40):  # until an answer has a character that comes up late for the first time
+        prompt = prompt_of(seed, 10)
+        text = fused.engine.tokenizer.decode(greedy_reference(oracle, prompt, 30))
+        late = [character for character in text[:-3] if character.isascii() and text.index(character) >= 3]
+        if late:
+            break
+    listener = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop=(late[0],)))
+    assert listener.wait().finish_reason == "stop"
+    assert listener.text == text[: text.index(late[0])]
     fused.begin(prompt_of(5, 4)).wait()  # the step that was under way has been collected by now
     assert fused.decoder.num_discarded
 

@@ -162,7 +162,7 @@ async def measure(url: str, options: argparse.Namespace, prompts: Sequence[str],
         "model": model,
         "duration_s": duration_s,
         "arms": {name: summary(group, duration_s) for name, group in arms.items()},
-        "livez_ms": spread(probes),
+        "livez_ms": spread(probes) | {"max": max(probes, default=0.0) * 1e3},
         "errors": sorted({one.error for one in answers if one.error}),
     }
 
@@ -212,7 +212,9 @@ def show(result: dict[str, Any]) -> None:
         plain, speculative = (result["arms"][name]["tpot_ms"]["mean"] for name in ("plain", "speculative"))
         print(f"\nTokens after the first leave {plain / max(speculative, 1e-9):.2f} times as fast with speculation as without.")
     livez = result["livez_ms"]
-    print(f"\n/livez meanwhile: median {livez['p50']:.1f} ms, 99th percentile {livez['p99']:.1f} ms")
+    print(
+        f"\n/livez meanwhile: median {livez['p50']:.1f} ms, 99th percentile {livez['p99']:.1f} ms, longest {livez['max']:.1f} ms"
+    )
     print("\n" + "\n".join(f"- {name}: {value}" for name, value in result["machine"].items()))
     for error in result["errors"]:
         print(f"failed: {error}", file=sys.stderr)

@@ -36,5 +36,5 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     result = json.loads((tmp_path / "out.json").read_text())
     assert {name: arm["successful"] for name, arm in result["arms"].items()} == {"all": 8, "speculative": 4, "plain": 4}
     assert result["arms"]["all"]["failed"] == 0
-    assert result["livez_ms"]["p50"] > 0
+    assert result["livez_ms"]["max"] >= result["livez_ms"]["p50"] > 0
     assert "Median TTFT (ms):" in capsys.readouterr().out

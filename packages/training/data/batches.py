@@ -13,16 +13,17 @@ Knows no network and no store. Shapes: the legend of runtime/types.py; T packed 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from runtime.features.row import FeatureRow
 from training.learning.attention import Packing, Spans
+from training.learning.pairs import Pairs
 
 Row = TypeVar("Row")
 
@@ -41,20 +42,19 @@ class TrainingRow:
 
 def supervised(generated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions p with at least one supervised depth, ascending, and the number of depths of each."""
-    depths = supervised_depths(generated, torch.tensor([len(generated)]))
-    positions = depths.nonzero().flatten()
-    return positions, depths[positions]
+    depths = _supervised_depths(generated.cpu().numpy(), np.array([len(generated)]))
+    positions = np.flatnonzero(depths)
+    return torch.from_numpy(positions), torch.from_numpy(depths[positions])
 
 
-def supervised_depths(generated: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _supervised_depths(generated: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64 [S]: supervised depths of every position of rows that lie side by side. generated: bool [S]. lengths: int64 [R]."""
-    ends_row = torch.zeros(len(generated), dtype=torch.bool)
-    ends_row[lengths.cumsum(0) - 1] = True
-    follows = generated.roll(-1) & ~ends_row  # x[p+1] exists and is generated
-    at = torch.arange(len(generated))
-    ends_turn = torch.where(generated & ~follows, at, len(generated))
-    last = ends_turn.flip(0).cummin(0).values.flip(0).roll(-1)  # where the turn of x[p+1] ends
-    return torch.where(follows, last - 1 - at, 0)
+    follows = np.roll(generated, -1)  # x[p+1] exists and is generated
+    follows[lengths.cumsum() - 1] = False
+    at = np.arange(len(generated))
+    ends_turn = np.where(generated & ~follows, at, len(generated))
+    last = np.roll(np.minimum.accumulate(ends_turn[::-1])[::-1], -1)  # where the turn of x[p+1] ends
+    return np.where(follows, last - 1 - at, 0)
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class Batch:
     query_at: torch.Tensor  # int64 [P] where each supervised position lies in T
     query_offsets: list[int]  # [R+1] into P
     context_at: torch.Tensor  # int64 [T-P] where the others lie
+    place: torch.Tensor  # int64 [T] where each position lies in those two, the others first
     depths: torch.Tensor  # int64 [P] supervised depths
-    host_depths: torch.Tensor  # the same on the CPU: who needs to know how many there are asks no device
     keeps: list[torch.Tensor]  # for depths 1, 2, ...: int64 [P_k] which positions of the depth before go on
+    pairs: Pairs
     chain_ids: torch.Tensor  # int64 [P, L] x[p+2+k], -1 where depth k is not supervised
     last: torch.Tensor  # [P, Ht] last[p+1], as aux: its head predicts x[p+2]
     spans: Spans
@@ -87,82 +88,78 @@ class Batch:
 def pack(rows: Sequence[TrainingRow], num_depths: int, device: torch.device | None = None) -> Batch:
     """One batch of these rows, in order, for up to num_depths depths. Rows without a supervised position contribute nothing.
 
-    Masks and tokens are read on the CPU; to the device go one block of indices and the states, and nothing waits for either.
+    Masks and tokens are read on the CPU, by NumPy: many small operations, each too short to be worth a pool of threads. To the
+    device go one block of indices and the states, and nothing waits for either.
     """
     device = device or torch.device("cpu")
     features = [row.features for row in rows]
-    lengths = torch.tensor([row.num_tokens for row in rows])
+    lengths = np.array([row.num_tokens for row in rows])
     starts = _offsets(lengths)  # [R+1] into S, the tokens of all rows side by side
-    ids = torch.cat([each.token_ids for each in features]).cpu()  # [S]
-    depths = supervised_depths(torch.cat([each.generated for each in features]).cpu(), lengths)  # [S]
-    at = depths.nonzero().flatten()  # [P] into S
-    query_offsets = torch.searchsorted(at, starts)  # [R+1]
-    last_of_row = torch.cat([at, starts[:1]])[query_offsets[1:] - 1]  # [R]
-    cuts = torch.where(query_offsets.diff() > 0, last_of_row + 1 - starts[:-1], 0)  # [R] context positions of each row
+    ids = torch.cat([each.token_ids for each in features]).cpu().numpy()  # [S]
+    depths = _supervised_depths(torch.cat([each.generated for each in features]).cpu().numpy(), lengths)  # [S]
+    at = np.flatnonzero(depths)  # [P] into S
+    query_offsets = np.searchsorted(at, starts)  # [R+1]
+    last_of_row = np.append(at, 0)[query_offsets[1:] - 1]  # [R]
+    cuts = np.where(np.diff(query_offsets) > 0, last_of_row + 1 - starts[:-1], 0)  # [R] context positions of each row
     row_offsets = _offsets(cuts)  # [R+1] into T
-    context = torch.arange(int(row_offsets[-1])) + (starts - row_offsets)[:-1].repeat_interleave(cuts)  # [T] into S
+    positions = np.arange(row_offsets[-1]) - row_offsets[:-1].repeat(cuts)  # [T]
+    context = positions + starts[:-1].repeat(cuts)  # [T] into S
     is_query = depths[context] > 0
-    query_at, depths = is_query.nonzero().flatten(), depths[at]  # [P]
-    future = at[:, None] + 2 + torch.arange(num_depths)  # [P, L] index of x[p+2+k]
+    query_at, context_at, depths = np.flatnonzero(is_query), np.flatnonzero(~is_query), depths[at]
+    place = np.empty_like(context)
+    place[context_at], place[query_at] = np.arange(len(context_at)), np.arange(len(context_at), len(context))
+    future = np.minimum(at[:, None] + 2 + np.arange(num_depths), len(ids) - 1)  # [P, L] index of x[p+2+k]
+    alive = [np.flatnonzero(depths > k) for k in range(num_depths)]  # [P_k] into P
+    spans, pairs = Spans.between(query_at, query_offsets, row_offsets), Pairs.of(alive, len(at))
     host = {
         "next_ids": ids[context + 1],
-        "positions": context - starts[:-1].repeat_interleave(cuts),
+        "positions": positions,
         "query_at": query_at,
-        "context_at": (~is_query).nonzero().flatten(),
+        "context_at": context_at,
+        "place": place,
         "depths": depths,
-        "chain_ids": torch.where(torch.arange(num_depths) < depths[:, None], ids[future.clamp(max=len(ids) - 1)], -1),
+        "chain_ids": np.where(np.arange(num_depths) < depths[:, None], ids[future], -1),
     }
-    keeps = _going_on(depths, num_depths)
-    spans = Spans.between(query_at, query_offsets, row_offsets)
-    moved = _to_device([*host.values(), *keeps, spans.slots, spans.query_offsets, spans.key_offsets], device)
-    places = [
-        at[slice(*span)] + 1 - start for span, start in zip(pairwise(query_offsets.tolist()), starts.tolist(), strict=False)
-    ]
-    last = [_states_at(each.hidden.last, place) for each, place in zip(features, places, strict=True)]
-    aux = [each.hidden.aux[:cut] for each, cut in zip(features, cuts.tolist(), strict=True)]
+    keeps = [np.searchsorted(before, after) for before, after in pairwise(alive) if len(after)]
+    parts = [*host.values(), *keeps, *(each.numpy() for each in (*spans.tensors, *pairs.tensors))]
+    moved = iter(_to_device(parts, device))
+    last, aux = _last_states(features, at, starts), [each.hidden.aux[:cut] for each, cut in zip(features, cuts, strict=True)]
     return Batch(
-        **dict(zip(host, moved, strict=False)),
+        **{name: next(moved) for name in host},
         aux=_states_to_device(torch.cat(aux), device),
-        last=_states_to_device(torch.cat(last), device),
-        host_depths=depths,
-        keeps=moved[len(host) : -3],
-        spans=dataclasses.replace(spans, slots=moved[-3], query_offsets=moved[-2].int(), key_offsets=moved[-1].int()),
+        last=_states_to_device(last, device),
+        keeps=[next(moved) for _ in keeps],
+        spans=spans.moved(next(moved), next(moved), next(moved)),
+        pairs=pairs.moved(next(moved), next(moved), next(moved)),
         row_offsets=row_offsets.tolist(),
         query_offsets=query_offsets.tolist(),
         sample_ids=[row.sample_id for row in rows],
     )
 
 
-def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, dtype=np.int64), counts.cumsum()])
 
 
-def _going_on(depths: torch.Tensor, num_depths: int) -> list[torch.Tensor]:
-    """For depths 1, 2, ..., as far as there are any: which positions of the depth before are supervised there too."""
-    keeps: list[torch.Tensor] = []
-    for k in range(1, num_depths):
-        is_alive = depths > k
-        if not is_alive.any():
-            break
-        keeps.append(is_alive.nonzero().flatten())
-        depths = depths[is_alive]
-    return keeps
+def _last_states(features: Sequence[FeatureRow], at: np.ndarray, starts: np.ndarray) -> torch.Tensor:
+    """[P, Ht] last[p+1] of the supervised positions: each turn is one slice of its row. at: [P] and starts: [R+1] into S."""
+    first = np.flatnonzero(np.diff(at, prepend=-2) != 1)  # [turns] into P
+    rows = np.searchsorted(starts, at[first], side="right") - 1
+    begins = at[first] + 1 - starts[rows]
+    ends = begins + np.diff(np.append(first, len(at)))
+    turns = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
+    return torch.cat([features[0].hidden.last[:0], *(features[row].hidden.last[begin:end] for row, begin, end in turns)])
 
 
-def _states_at(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """states[places], by a slice where a row has one turn."""
-    if len(places) and int(places[-1]) - int(places[0]) + 1 == len(places):
-        return states[int(places[0]) : int(places[-1]) + 1]
-    return states[places.to(states.device)]
-
-
-def _to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """These int64 tensors there, moved as one block that nobody waits for."""
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """These int64 arrays there, moved as one block that nobody waits for."""
     if device.type == "cpu":
-        return list(tensors)
-    block = torch.cat([tensor.flatten() for tensor in tensors]).pin_memory().to(device, non_blocking=True)
-    parts = block.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        return [torch.from_numpy(array) for array in arrays]
+    sizes = [array.size for array in arrays]
+    block = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    np.concatenate([array.ravel() for array in arrays], out=block.numpy())
+    parts = block.to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _states_to_device(states: torch.Tensor, device: torch.device) -> torch.Tensor:

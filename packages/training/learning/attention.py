@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from training.learning import flash
@@ -42,17 +43,25 @@ class Spans:
     num_slots: int
 
     @staticmethod
-    def between(query_at: torch.Tensor, query_offsets: torch.Tensor, row_offsets: torch.Tensor) -> Spans:
-        """query_at: int64 [Q] into the keys. query_offsets, row_offsets: int64 [R+1] of each row's queries, keys. On the CPU."""
-        counts = query_offsets.diff()
+    def between(query_at: np.ndarray, query_offsets: np.ndarray, row_offsets: np.ndarray) -> Spans:
+        """query_at: int64 [Q] into the keys. query_offsets, row_offsets: int64 [R+1] of each row's queries, keys."""
+        counts = np.diff(query_offsets)
         has_queries = counts > 0
         first = query_at[query_offsets[:-1][has_queries]]  # [R']
         ends = row_offsets[1:][has_queries]  # [R']
-        zero = torch.zeros(1, dtype=torch.int64)
-        spans, keys = torch.cat([zero, (ends - first).cumsum(0)]), torch.cat([zero, ends])
-        slots = query_at + (spans[:-1] - first).repeat_interleave(counts[has_queries])
-        longest_query, longest_key = (int(offsets.diff().max()) if len(ends) else 0 for offsets in (spans, keys))
-        return Spans(slots, spans, keys, longest_query, longest_key, num_slots=int(spans[-1]))
+        spans, keys = np.append(0, (ends - first).cumsum()), np.append(0, ends)
+        slots = query_at + (spans[:-1] - first).repeat(counts[has_queries])
+        longest_query, longest_key = (int(np.diff(offsets).max(initial=0)) for offsets in (spans, keys))
+        offsets = torch.from_numpy(spans), torch.from_numpy(keys)
+        return Spans(torch.from_numpy(slots), *offsets, longest_query, longest_key, num_slots=int(spans[-1]))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.slots, self.query_offsets, self.key_offsets
+
+    def moved(self, slots: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor) -> Spans:
+        """The same, with its tensors elsewhere: the offsets there as a kernel takes them."""
+        return dataclasses.replace(self, slots=slots, query_offsets=query_offsets.int(), key_offsets=key_offsets.int())
 
 
 @dataclass(frozen=True)

@@ -88,17 +88,22 @@ def _pair_gradient(logits, targets, at, log_z, out, losses, alphas, drafts, eta,
 
 
 def pair_gradients(
-    logits: torch.Tensor, target_logits: torch.Tensor, at: torch.Tensor, log_z: torch.Tensor, aim: Aim, dtype: torch.dtype
-) -> tuple[torch.Tensor, PairFigures]:
-    """As `objective.pair_gradients`, with the gradient in `dtype`: in place where that is the dtype of the logits."""
+    logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    at: torch.Tensor,
+    log_z: torch.Tensor,
+    aim: Aim,
+    dtype: torch.dtype,
+    figures: PairFigures,
+) -> torch.Tensor:
+    """As `objective.pair_gradients`, with the gradient in `dtype`: in place where that is the dtype of the logits. The figures,
+    float32 and contiguous, are written."""
     n, width = logits.shape
     out = logits if logits.dtype == dtype else logits.new_empty(n, width, dtype=dtype)
-    losses, alphas = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
-    drafts = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
         block = min(BLOCK, triton.next_power_of_2(width))
         _pair_gradient[(n,)](
-            logits, target_logits, at, log_z, out, losses, alphas, drafts, aim.eta,
+            logits, target_logits, at, log_z, out, figures.losses, figures.alphas, figures.drafts, aim.eta,
             D=width, BLOCK_D=block, AIM=NUMBERS[aim.objective], num_warps=8 if block >= 2048 else 4,
         )  # fmt: skip
-    return out, PairFigures(losses, alphas, drafts)
+    return out

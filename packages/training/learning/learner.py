@@ -29,7 +29,7 @@ from training.learning.distributed import ALONE, World, keeping_gradients, sprea
 from training.learning.loss import Lesson, LossResult, carrying, chain_loss
 from training.learning.objective import Aim
 from training.learning.optim import Optimizer
-from training.learning.precision import cast, compute_dtype
+from training.learning.precision import Cast, compute_dtype
 from training.learning.target_weights import TargetWeights
 from training.learning.teacher import Teacher
 from training.learning.ttt import unroll
@@ -69,6 +69,7 @@ class _Chain(nn.Module):
     def __init__(self, model: Eagle3Model, aim: Aim) -> None:
         super().__init__()
         self.model = model
+        self._cast = Cast(model)
         self._aim = aim
 
     def forward(self, taught: Taught | None, pair_weights: torch.Tensor) -> LossResult:
@@ -77,7 +78,7 @@ class _Chain(nn.Module):
             nothing = torch.stack([parameter[:0].sum() for parameter in self.model.parameters()]).sum()
             zeros = torch.zeros_like(pair_weights)
             return LossResult(nothing, zeros, zeros, zeros.new_zeros((0, len(zeros)), dtype=torch.bool))
-        depths = unroll(cast(self.model, compute_dtype(pair_weights.device)), taught.batch)
+        depths = unroll(self._cast(compute_dtype(pair_weights.device)), taught.batch)
         return chain_loss(depths, self.model.lm_head.weight, taught.lesson, taught.carries, pair_weights, self._aim)
 
 
@@ -239,35 +240,38 @@ class _Figures:
     """Sums of a step, to be added up over ranks at its end."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
-        self._num_supervised = self._num_tokens = 0
+        self._counts = torch.zeros(2 + num_depths, dtype=torch.float64)  # positions, tokens, drafted
         self._loss = torch.zeros(1, dtype=torch.float64, device=device)
-        self._depths = torch.zeros(4, num_depths, dtype=torch.float64, device=device)  # losses, expected, drafted, accepted
+        self._depths = torch.zeros(3, num_depths, dtype=torch.float64, device=device)  # losses, expected, accepted
 
     def add(self, result: LossResult, batch: Batch, num_tokens: int) -> None:
-        self._num_supervised += batch.num_supervised
-        self._num_tokens += num_tokens
+        self._counts += torch.tensor([batch.num_supervised, num_tokens, *batch.pairs.num_drafted])
         self._loss += result.loss
-        drafted = (batch.depths[:, None] > torch.arange(len(result.sums), device=batch.depths.device)).sum(0)
         accepted = result.hits.cumprod(1).sum(0)
-        self._depths += torch.stack([each.double() for each in (result.sums, result.expected, drafted, accepted)])
+        self._depths += torch.stack([each.double() for each in (result.sums, result.expected, accepted)])
 
-    def result(self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: float, started: float) -> StepResult:
-        """started: by time.perf_counter."""
-        counts = torch.tensor([self._num_supervised, self._num_tokens], dtype=torch.float64)
-        total = torch.cat([torch.cat([self._loss, self._depths.flatten()]).cpu(), counts])
+    def result(
+        self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: torch.Tensor, started: float
+    ) -> StepResult:
+        """started: by time.perf_counter. Here, and nowhere before, the host waits for the device."""
+        num_depths = len(num_pairs)
+        of_all = torch.cat([grad_norm.double().view(1), num_pairs.double()])
+        host = torch.cat([of_all, self._loss, self._depths.flatten()]).cpu()
+        total = torch.cat([self._counts, host[len(of_all) :]])
         world.add_up(total)
-        losses, expected, drafted, accepted = total[1:-2].view_as(self._depths)
-        num_supervised, num_tokens = total[-2:].tolist()
+        num_supervised, num_tokens = total[:2].tolist()
+        drafted, loss, of_depths = total[2 : 2 + num_depths], total[2 + num_depths], total[3 + num_depths :]
+        losses, expected, accepted = of_depths.view_as(self._depths)
         return StepResult(
             step=optimizer.num_steps,
-            loss=float(total[0]),
-            depth_losses=(losses / num_pairs.cpu()).tolist(),
+            loss=float(loss),
+            depth_losses=(losses / host[1 : 1 + num_depths]).tolist(),
             depth_acceptance=(expected / drafted.clamp(min=1)).tolist(),
             num_supervised=round(num_supervised),
             num_drafted=[round(count) for count in drafted.tolist()],
             num_accepted=[round(count) for count in accepted.tolist()],
             num_tokens=round(num_tokens),
-            grad_norm=grad_norm,
+            grad_norm=float(host[0]),
             learning_rate=optimizer.rate,
             seconds=time.perf_counter() - started,
         )

@@ -9,19 +9,19 @@ ranks change nothing.
 Logits of either head exist only for one block of teacher rows at a time: pairs are visited in the order of their teacher, the
 gradient is formed in the forward, and no [N, Vd] tensor survives. On CUDA one kernel turns logits into the gradient, all pairs
 are visited and those without loss weigh nothing: nothing there asks the device how many they are. Shapes: the legend of
-runtime/types.py; N pairs (p, k) that are supervised, P supervised positions.
+runtime/types.py; N pairs (p, k) that are supervised, P supervised positions, n pairs of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from training.learning.objective import Aim, PairFigures, pair_gradients
+from training.learning.pairs import Pairs
 from training.learning.precision import product
 
 TEACHER_BLOCK = 64  # teacher rows at a time; times L pairs, it keeps a block of logits in the cache of a core
@@ -45,7 +45,7 @@ class Lesson:
     log_z: torch.Tensor  # [P] logsumexp of their logits over the whole vocabulary
     covered: torch.Tensor  # bool [P] the greedy token of that teacher lies in the draft vocabulary
     labels: torch.Tensor  # int64 [P, L] x[p+2+k] as a draft id, -1 outside or not supervised
-    depths: torch.Tensor  # int64 [P] supervised depths, on the CPU
+    pairs: Pairs
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def chain_loss(
     aim: Aim,
 ) -> LossResult:
     """The loss of a batch over all depths, with per-depth figures."""
-    rows = torch.cat([depth.rows for depth in depths])  # [N]
-    at_depth = torch.cat([torch.full_like(depth.rows, k) for k, depth in enumerate(depths)])
-    states = torch.cat([depth.states for depth in depths])  # [N, H]
-    kept = carries[rows, at_depth]
-    weights = (pair_weights.to(head)[at_depth]).masked_fill(~kept, 0.0)
+    pairs = lesson.pairs
+    kept = carries[pairs.rows, pairs.depths]  # [N]
+    weights = pair_weights.to(head)[pairs.depths].masked_fill(~kept, 0.0)
     loss, losses, alphas, drafts = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        states, head, lesson, rows + at_depth, kept, weights, aim
+        torch.cat([depth.states for depth in depths]), head, lesson, kept, weights, aim
     )
-    sums, expected = (head.new_zeros(len(pair_weights)).index_add_(0, at_depth, each) for each in (losses, alphas))
-    hits = torch.zeros(lesson.labels.shape, dtype=torch.bool, device=rows.device)
-    hits[rows, at_depth] = (drafts == lesson.labels[rows, at_depth]) & kept
+    figures = head.new_zeros(2, *lesson.labels.shape)  # [2, P, L]
+    figures[:, pairs.rows, pairs.depths] = torch.stack([losses, alphas])
+    sums, expected = figures.sum(1)
+    hits = torch.zeros(lesson.labels.shape, dtype=torch.bool, device=head.device)
+    hits[pairs.rows, pairs.depths] = (drafts == lesson.labels[pairs.rows, pairs.depths]) & kept
     return LossResult(loss, sums, expected, hits)
 
 
@@ -98,49 +98,52 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        states: torch.Tensor,  # [N, H]
+        unrolled: torch.Tensor,  # [N, H] states, depth by depth; all else goes by teacher
         head: torch.Tensor,  # [Vd, H]
         lesson: Lesson,
-        teacher: torch.Tensor,  # int64 [N] row of the lesson that teaches each pair
         kept: torch.Tensor,  # bool [N]
         weights: torch.Tensor,  # [N] zero where a pair carries no loss
         aim: Aim,
     ) -> tuple[torch.Tensor, ...]:
-        visits_all = visits_all_pairs(states)
+        pairs = lesson.pairs
+        visits_all = visits_all_pairs(unrolled)
         block = CUDA_TEACHER_BLOCK if visits_all else TEACHER_BLOCK
-        cast_head = head.to(states.dtype)
-        losses, alphas = torch.zeros_like(weights), torch.zeros_like(weights)
-        drafts = torch.full_like(teacher, -1)
+        cast_head = head.to(unrolled.dtype)
+        states = unrolled[pairs.at]
+        figures = PairFigures(torch.zeros_like(weights), torch.zeros_like(weights), torch.full_like(pairs.at, -1))
         d_states, d_head = torch.zeros_like(states), torch.zeros_like(head)
-        order = torch.argsort(teacher, stable=True)
-        for number, (start, stop) in enumerate(pairwise(_bounds(lesson.depths, len(states), lesson.labels.shape[1], block))):
-            pairs, rows = order[start:stop], slice(number * block, (number + 1) * block)
-            if not visits_all:
-                pairs = pairs[kept[pairs]]
-            if not len(pairs):
+        taught_by = (pairs.rows + pairs.depths) % block  # [N] row of the teacher's block
+        weights_N1 = weights[:, None].to(states.dtype)
+        for number, span in enumerate(pairs.blocks(block)):
+            rows = slice(number * block, (number + 1) * block)
+            n = span if visits_all else kept[span].nonzero().flatten() + span.start
+            states_n = states[n]
+            if not len(states_n):
                 continue
-            states_n = states[pairs]
             logits, targets = product(states_n, cast_head), product(lesson.last[rows], lesson.head)
-            gradient, figures = _pair_gradients(
-                logits, targets, teacher[pairs] - rows.start, lesson.log_z[rows], aim, states.dtype
-            )
-            losses[pairs], alphas[pairs], drafts[pairs] = figures.losses, figures.alphas, figures.drafts
-            weights_n = weights[pairs, None].to(states.dtype)
-            d_states[pairs] = (gradient @ cast_head).mul_(weights_n)
-            if gradient.dtype == d_head.dtype:
-                d_head.addmm_(gradient.T, states_n.mul_(weights_n))
+            gradient = _pair_gradients(logits, targets, taught_by[n], lesson.log_z[rows], aim, states.dtype, figures, n)
+            if visits_all:
+                torch.mm(gradient, cast_head, out=d_states[n])
             else:
-                d_head += product(gradient.T, states_n.mul_(weights_n).T)
+                d_states[n] = gradient @ cast_head
+            states_n = states_n * weights_N1[n]
+            if gradient.dtype == d_head.dtype:
+                d_head.addmm_(gradient.T, states_n)
+            else:
+                d_head += product(gradient.T, states_n.T)
+        losses, alphas, drafts = figures.losses, figures.alphas, figures.drafts
         if visits_all:
             losses, alphas = losses.masked_fill_(~kept, 0.0), alphas.masked_fill_(~kept, 0.0)
-        ctx.save_for_backward(d_states, d_head)
+        d_unrolled = torch.empty_like(states)
+        d_unrolled[pairs.at] = d_states.mul_(weights_N1)
+        ctx.save_for_backward(d_unrolled, d_head)
         ctx.mark_non_differentiable(losses, alphas, drafts)
         return torch.dot(losses, weights), losses, alphas, drafts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_states, d_head = ctx.saved_tensors
-        return d_states * grads[0].to(d_states.dtype), d_head * grads[0], None, None, None, None, None
+        d_unrolled, d_head = ctx.saved_tensors
+        return d_unrolled * grads[0].to(d_unrolled.dtype), d_head * grads[0], None, None, None, None
 
 
 def visits_all_pairs(states: torch.Tensor) -> bool:
@@ -148,21 +151,22 @@ def visits_all_pairs(states: torch.Tensor) -> bool:
     return states.is_cuda
 
 
-def _bounds(depths: torch.Tensor, num_pairs: int, num_depths: int, block: int) -> list[int]:
-    """Where each block of teacher rows begins among the pairs in the order of their teacher, and their end. On the CPU."""
-    teachers = torch.cat([(depths > k).nonzero().flatten() + k for k in range(num_depths)])
-    ends = torch.bincount(teachers // block).cumsum(0).tolist()
-    assert len(teachers) == num_pairs, "the depths of a batch are those that were unrolled"
-    return [0, *ends]
-
-
 def _pair_gradients(
-    logits: torch.Tensor, targets: torch.Tensor, at: torch.Tensor, log_z: torch.Tensor, aim: Aim, dtype: torch.dtype
-) -> tuple[torch.Tensor, PairFigures]:
-    """The gradient of each pair [n, Vd] in `dtype`, and its figures, by what is fastest on the device."""
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    at: torch.Tensor,
+    log_z: torch.Tensor,
+    aim: Aim,
+    dtype: torch.dtype,
+    figures: PairFigures,
+    n: slice | torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of each pair [n, Vd] in `dtype`, by what is fastest on the device; figures[n] are written."""
     if logits.is_cuda:
         from training.learning.head_kernel import pair_gradients as fused
 
-        return fused(logits, targets, at, log_z, aim, dtype)
-    gradient, figures = pair_gradients(logits, targets, at, log_z, aim)
-    return gradient.to(dtype), figures
+        assert isinstance(n, slice), "a device visits all pairs"
+        return fused(logits, targets, at, log_z, aim, dtype, figures[n])
+    gradient, found = pair_gradients(logits, targets, at, log_z, aim)
+    figures.losses[n], figures.alphas[n], figures.drafts[n] = found.losses, found.alphas, found.drafts
+    return gradient.to(dtype)

@@ -42,6 +42,10 @@ class PairFigures:
     alphas: torch.Tensor  # [n] expected acceptance of a draft sampled at temperature 1
     drafts: torch.Tensor  # int64 [n] greedy draft ids
 
+    def __getitem__(self, pairs: slice) -> PairFigures:
+        """Views of some."""
+        return PairFigures(self.losses[pairs], self.alphas[pairs], self.drafts[pairs])
+
 
 def pair_gradients(
     logits: torch.Tensor,  # [n, Vd] the drafter's; overwritten

@@ -36,7 +36,7 @@ class Teacher:
         """What the target says about a batch."""
         covered, log_z = self._whole_vocabulary(batch)
         labels = torch.where(batch.chain_ids < 0, -1, self._to_draft[batch.chain_ids.clamp(min=0)])
-        return Lesson(self._head, batch.last.to(self._dtype), log_z, covered, labels, batch.host_depths)
+        return Lesson(self._head, batch.last.to(self._dtype), log_z, covered, labels, batch.pairs)
 
     def _whole_vocabulary(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """bool [P]: the target's greedy token x*[p+2] lies in the draft vocabulary; [P]: logsumexp of all its logits."""

@@ -37,15 +37,11 @@ class Unroll:
         batch, model = self.batch, self.model
         h = model.project(batch.aux)  # [T, H]
         context = batch.context_at
-        place = torch.empty(
-            len(h), dtype=torch.int64, device=h.device
-        )  # [T] where each packed position lies in [context, queries]
-        place[torch.cat([context, batch.query_at])] = torch.arange(len(h), device=h.device)
         context_keys, context_values = model.keys_values(batch.next_ids[context], h[context], batch.positions[context])
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._keys = torch.cat([context_keys, k])[place]
-            self._values = torch.cat([context_values, v])[place]
+            self._keys = torch.cat([context_keys, k])[batch.place]
+            self._values = torch.cat([context_values, v])[batch.place]
             return self._packing.attend(q, self._keys, self._values, [])
 
         ids = batch.next_ids[batch.query_at]

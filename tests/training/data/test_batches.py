@@ -92,7 +92,7 @@ def loss_of(make_model: Callable) -> Callable:
         batch = dataclasses.replace(batch, aux=batch.aux.double().requires_grad_(), last=batch.last.double())
         labels = torch.where(batch.chain_ids < 0, -1, model.vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
         covered, log_z = torch.ones(batch.num_supervised, dtype=torch.bool), batch.last.new_zeros(batch.num_supervised)
-        lesson = Lesson(teacher_head, batch.last, log_z, covered, labels, batch.host_depths)
+        lesson = Lesson(teacher_head, batch.last, log_z, covered, labels, batch.pairs)
         carries = carrying(batch.depths, covered, L)
         num_pairs = carries.sum(0)
         weights = 0.8 ** torch.arange(L, dtype=torch.float64) / num_pairs.clamp(min=1)
@@ -166,7 +166,7 @@ def test_tokens_out_of_reach_carry_no_loss_and_count_as_missed(make_row: Callabl
         greedy[depth.rows, k] = (depth.states @ model.lm_head.weight.T).argmax(-1)
     carries = carrying(batch.depths, covered, L)
     assert carries.sum(0).tolist() == [5, 4, 4]
-    lesson = Lesson(teacher_head, batch.last, batch.last.new_zeros(7), covered, greedy, batch.host_depths)
+    lesson = Lesson(teacher_head, batch.last, batch.last.new_zeros(7), covered, greedy, batch.pairs)
     result = chain_loss(depths, model.lm_head.weight, lesson, carries, torch.ones(L), Aim())
     for k, depth in enumerate(depths):  # every draft is right here, so hits show exactly who was in reach
         assert torch.equal(result.hits[depth.rows, k], covered[depth.rows + k])

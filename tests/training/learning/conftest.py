@@ -28,7 +28,7 @@ def make_lesson() -> Callable[..., Lesson]:
         logits = last @ lm_head.T
         labels = torch.where(batch.chain_ids < 0, -1, vocabulary.to_draft[batch.chain_ids.clamp(min=0)])
         covered = vocabulary.t2d[logits.argmax(-1)]
-        return Lesson(lm_head[vocabulary.target_ids], last, logits.logsumexp(-1), covered, labels, batch.host_depths)
+        return Lesson(lm_head[vocabulary.target_ids], last, logits.logsumexp(-1), covered, labels, batch.pairs)
 
     return make
 

@@ -112,7 +112,7 @@ def our_loss(
         at = torch.arange(len(counts))[:, None] + torch.arange(L)
         carries &= counts[at.clamp(max=len(counts) - 1)]
     log_z = (last @ teacher_head.T).logsumexp(-1)
-    lesson = Lesson(teacher_head, last, log_z, covered, torch.full_like(batch.chain_ids, -1), batch.host_depths)
+    lesson = Lesson(teacher_head, last, log_z, covered, torch.full_like(batch.chain_ids, -1), batch.pairs)
     weights = DECAY ** torch.arange(L) / carries.sum(0)
     return chain_loss(unroll(model, batch), model.lm_head.weight, lesson, carries, weights, aim).loss
 

@@ -15,6 +15,11 @@ from training.learning.objective import Aim, PairFigures, pair_gradients
 from training.learning.ttt import unroll
 
 
+def no_figures(count: int, device: torch.device) -> PairFigures:
+    losses, alphas = (torch.full((count,), float("nan"), device=device) for _ in range(2))
+    return PairFigures(losses, alphas, torch.full((count,), -1, device=device))
+
+
 @pytest.mark.parametrize("objective", list(Objective))
 @pytest.mark.parametrize(("width", "block"), [(24, 4096), (100, 32), (128, 64)])
 def test_kernel_agrees_with_plain_pytorch(
@@ -31,7 +36,8 @@ def test_kernel_agrees_with_plain_pytorch(
     arguments = [each.to(kernel_device) for each in (targets, at, log_z)]
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
         given = logits.clone().to(kernel_device)
-        gradient, got = head_kernel.pair_gradients(given, *arguments, aim, dtype)
+        got = no_figures(9, kernel_device)
+        gradient = head_kernel.pair_gradients(given, *arguments, aim, dtype, got)
         assert gradient.dtype is dtype
         assert (gradient.data_ptr() == given.data_ptr()) == (dtype is torch.float32)  # in place where it fits
         torch.testing.assert_close(gradient.float().cpu(), expected, rtol=0, atol=tolerance)
@@ -49,7 +55,8 @@ def test_a_tie_goes_to_the_lowest_id(kernel_device: torch.device, monkeypatch: p
     logits[2, [3, 20]] = 1.0
     zeros = torch.zeros(3, dtype=torch.int64, device=kernel_device)
     targets = torch.zeros(1, 40, device=kernel_device)
-    _, figures = head_kernel.pair_gradients(logits, targets, zeros, targets.logsumexp(-1), Aim(), torch.float32)
+    figures = no_figures(3, kernel_device)
+    head_kernel.pair_gradients(logits, targets, zeros, targets.logsumexp(-1), Aim(), torch.float32, figures)
     assert figures.drafts.tolist() == [0, 20, 3]
 
 
@@ -65,16 +72,21 @@ def test_a_batch_loses_the_same_by_the_kernel(
     """Through the whole loss, as CUDA takes it: pairs without loss are visited too, and weigh nothing."""
     from training.learning import head_kernel
 
-    def there(*arguments: object) -> tuple[torch.Tensor, PairFigures]:
-        moved = [each.to(kernel_device) if isinstance(each, torch.Tensor) else each for each in arguments]
-        gradient, figures = head_kernel.pair_gradients(*moved)
-        return gradient.cpu(), PairFigures(figures.losses.cpu(), figures.alphas.cpu(), figures.drafts.cpu())
+    def there(*arguments: object) -> torch.Tensor:
+        *given, figures, n = arguments
+        moved = [each.to(kernel_device) if isinstance(each, torch.Tensor) else each for each in given]
+        found = no_figures(len(moved[0]), kernel_device)
+        gradient = head_kernel.pair_gradients(*moved, found)
+        for name in ("losses", "alphas", "drafts"):
+            getattr(figures, name)[n] = getattr(found, name).cpu()
+        return gradient.cpu()
 
     rows = [make_row("ppgggggpppgggg", 0), make_row("pggggggg", 1), make_row("ppp", 2)]
     results = []
     for by_kernel in (False, True):
         if by_kernel:
             monkeypatch.setattr(loss_module, "_pair_gradients", there)
+            monkeypatch.setattr(loss_module, "visits_all_pairs", lambda states: True)
         model = make_model(dtype=torch.float32)
         batch = pack(rows, 3)
         lesson = make_lesson(model, batch)

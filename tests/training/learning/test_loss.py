@@ -18,7 +18,8 @@ from training.learning import flash
 from training.learning import loss as loss_module
 from training.learning.loss import LossResult, carrying, chain_loss
 from training.learning.objective import Aim
-from training.learning.precision import cast
+from training.learning.optim import Optimizer
+from training.learning.precision import Cast
 from training.learning.teacher import Teacher
 from training.learning.ttt import unroll
 
@@ -117,20 +118,21 @@ def test_a_step_asks_the_device_nothing(
     for name, function in zip(("varlen_forward", "varlen_backward"), plain_flash, strict=True):
         monkeypatch.setattr(flash, name, unseen(function))
     monkeypatch.setattr(loss_module, "visits_all_pairs", lambda states: True)
-    monkeypatch.setattr(loss_module, "_bounds", unseen(loss_module._bounds))
-    model = make_model(dtype=torch.float32)
+    model, fresh = (make_model(dtype=torch.float32) for _ in range(2))
     batch = pack([make_row("ppgggggpppgggg", 0), make_row("ppp", 1), make_row("pgggggg", 2)], L)
     lm_head = torch.randn(40, 16, generator=torch.Generator().manual_seed(7))
     teacher = Teacher(lm_head, model.vocabulary, torch.device("cpu"))
     with guard:
         lesson = teacher.lesson(batch)
         carries = carrying(batch.depths, lesson.covered, L)
-        depths = unroll(cast(model, torch.bfloat16), batch)
+        depths = unroll(Cast(model)(torch.bfloat16), batch)
         result = chain_loss(depths, model.lm_head.weight, lesson, carries, torch.ones(L), Aim())
         result.loss.backward()
+        norm = Optimizer(model, learning_rate=1e-3, warmup_steps=0, clip_norm=1.0).step()
+    assert float(norm) > 0.0
     assert result.hits.shape == (batch.num_supervised, L)
     monkeypatch.undo()
-    assert float(result.loss.detach()) == pytest.approx(float(loss_of(model, batch, lm_head).loss.detach()), rel=0.02)
+    assert float(result.loss.detach()) == pytest.approx(float(loss_of(fresh, batch, lm_head).loss.detach()), rel=0.02)
 
 
 @pytest.mark.parametrize("objective", list(Objective))
@@ -143,7 +145,7 @@ def test_bfloat16_layers_lead_to_float32_masters(make_model: Callable, make_row:
     model.zero_grad()
     lesson = Teacher(lm_head, model.vocabulary, torch.device("cpu")).lesson(batch)
     carries = carrying(batch.depths, lesson.covered, L)
-    light = cast(model, torch.bfloat16)
+    light = Cast(model)(torch.bfloat16)
     assert light.fc.weight.dtype is torch.bfloat16
     assert light.embedding is model.embedding
     assert light.rotary is model.rotary  # what it moved to a device stays there
@@ -151,7 +153,7 @@ def test_bfloat16_layers_lead_to_float32_masters(make_model: Callable, make_row:
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype is torch.float32
         assert (parameter.grad - exact[name]).norm() < 0.1 * exact[name].norm(), name
-    assert cast(model, torch.float32) is model
+    assert Cast(model)(torch.float32) is model
 
 
 def test_expected_acceptance_is_summed_where_pairs_carry_loss(make_model: Callable, make_row: Callable) -> None:
@@ -165,3 +167,16 @@ def test_expected_acceptance_is_summed_where_pairs_carry_loss(make_model: Callab
         alphas = torch.minimum(true[depth.rows + k], (depth.states @ model.lm_head.weight.T).softmax(-1)).sum(-1)
         expected = alphas[can_draft[depth.rows + k]].sum()
         assert float(result.expected[k].detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_a_model_is_cast_anew_at_each_call(make_model: Callable) -> None:
+    model = make_model(dtype=torch.float32)
+    cast = Cast(model)
+    before = cast(torch.bfloat16).fc.weight
+    with torch.no_grad():
+        model.fc.weight.mul_(2.0)
+    after = cast(torch.bfloat16).fc.weight
+    assert torch.equal(after, 2 * before)
+    after.sum().backward()
+    assert torch.equal(model.fc.weight.grad, torch.ones_like(model.fc.weight))
+    assert model.norm.weight.grad is None

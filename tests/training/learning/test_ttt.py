@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,7 +90,7 @@ def batch_loss(model: Eagle3Model, batch: Batch, lm_head: torch.Tensor) -> torch
     batch = dataclasses.replace(batch, aux=batch.aux.to(lm_head.dtype))
     carries = carrying(batch.depths, covered, L)
     weights = 0.8 ** torch.arange(L, dtype=torch.float64) / carries.sum(0).clamp(min=1)
-    lesson = Lesson(lm_head[ids], last, logits.logsumexp(-1), covered, labels, batch.host_depths)
+    lesson = Lesson(lm_head[ids], last, logits.logsumexp(-1), covered, labels, batch.pairs)
     return chain_loss(unroll(model, batch), model.lm_head.weight, lesson, carries, weights, Aim()).loss
 
 
@@ -185,8 +186,9 @@ def test_attention_gradients_are_those_of_finite_differences() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    offsets, query_at = torch.tensor([0, 4, 7]), torch.tensor([1, 3, 5, 6])
-    packing = Packing(offsets.tolist(), query_at, Spans.between(query_at, torch.tensor([0, 2, 4]), offsets))
+    offsets, query_at = np.array([0, 4, 7]), np.array([1, 3, 5, 6])
+    spans = Spans.between(query_at, np.array([0, 2, 4]), offsets)
+    packing = Packing(offsets.tolist(), torch.from_numpy(query_at), spans)
     inputs = (random(4, 4, 3), random(7, 2, 3), random(7, 2, 3), random(2, 4, 2, 3), random(2, 4, 2, 3))
 
     def attend(q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, kd: torch.Tensor, vd: torch.Tensor) -> torch.Tensor:

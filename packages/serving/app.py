@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 ENGINE_POLL_S = 0.5  # how long health may not know that the engine failed
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections: who closes first must not be the one that is about to be asked
 GOODBYE_S = 5.0  # for last events to reach their clients once the engine has stopped
 
 
@@ -264,6 +265,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=int(GOODBYE_S),
+                timeout_keep_alive=KEEP_ALIVE_S,
                 **tls,
             )
         )

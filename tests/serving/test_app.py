@@ -16,9 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from runtime.config import FeaturesConfig, RegistryConfig
 from runtime.errors import ConfigError
+from serving.app import HttpServer
 from serving.config import ServerConfig, ServingConfig
 
 from .conftest import StartServer, wait_for
@@ -195,6 +197,13 @@ def test_a_second_signal_does_not_wait(start_server: StartServer) -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     running.ended.result(timeout=10)
     assert time.monotonic() - stopped_at < 5
+
+
+def test_idle_connections_are_closed_by_clients_first() -> None:
+    """A server that closes one while a client sends on it resets the request."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    assert HttpServer(FastAPI(), {}).config.timeout_keep_alive > 2 * kept_s
 
 
 def test_health_says_what_is_served(start_server: StartServer) -> None:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`objective.pair_gradients` as one Triton kernel: a program a pair, both softmaxes, loss, argmax and gradient in one visit.
+"""What is made of the logits of either head, in Triton: of the drafter's `objective.pair_gradients`, of the target's a summary.
 
-A row of logits is read three times, from the cache after the first: for its normalisers and its argmax, for the overlap of the
-two distributions, for the gradient. Logits come in float32 or bfloat16; all arithmetic is float32. mypy does not look at this
-file: Triton compiles it, not Python.
+`pair_gradients` is a program a pair: both softmaxes, loss, argmax and gradient in one visit. A row is read three times, from the
+cache after the first: for its normalisers and its argmax, for the overlap of the two distributions, for the gradient. Logits come
+in float32 or bfloat16; all arithmetic is float32. mypy does not look at this file: Triton compiles it, not Python.
 """
 
 from __future__ import annotations
@@ -107,3 +107,28 @@ def pair_gradients(
             D=width, BLOCK_D=block, AIM=NUMBERS[aim.objective], num_warps=8 if block >= 2048 else 4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _summary(logits, ids, log_z, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_D)
+    highest, total = float("-inf"), 0.0
+    at = 0
+    for first in range(0, D, BLOCK_D):
+        x = tl.load(logits + row * D + first + lane, mask=first + lane < D, other=NOWHERE).to(tl.float32)
+        best = tl.max(x, 0)
+        lowest = tl.min(tl.where(x == best, first + lane, D), 0)
+        at = tl.where(best > highest, lowest, at)
+        higher = tl.maximum(highest, best)
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+        highest = higher
+    tl.store(ids + row, at)
+    tl.store(log_z + row, highest + tl.log(total))
+
+
+def summaries(logits: torch.Tensor, ids: torch.Tensor, log_z: torch.Tensor) -> None:
+    """Write each row's argmax, int64 [n], the lowest on ties, and its logsumexp, float32 [n]. logits: [n, V]."""
+    n, width = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(width))
+    _summary[(n,)](logits, ids, log_z, D=width, BLOCK_D=block, num_warps=8 if block >= 2048 else 4)

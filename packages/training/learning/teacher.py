@@ -3,7 +3,8 @@
 The restricted head is kept in the precision of the layers and multiplied with every batch. The full head is needed only to know
 whether a position's greedy token can be drafted at all, and how much of the target's distribution lies in the draft vocabulary;
 neither ever changes, so both are computed once per row, in chunks of rows and vocabulary, and remembered while the row is
-replayed: nothing of size P * V ever exists. Shapes: the legend of runtime/types.py; P supervised positions of a batch.
+replayed: nothing of size P * V ever exists. On CUDA chunks are larger, and one kernel reads each once.
+Shapes: the legend of runtime/types.py; P supervised positions of a batch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from training.learning.precision import compute_dtype, product
 
 VOCABULARY_CHUNK = 8192
 ROW_CHUNK = 2048
+CUDA_LOGITS = 2**27  # of a chunk of rows over the whole vocabulary: 0.5 GiB
 MAX_REMEMBERED_ROWS = 8192
 
 
@@ -54,6 +56,8 @@ class Teacher:
 
     def _read(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the full head over states [P, Ht]: its argmax int64 [P], and its logsumexp [P]."""
+        if states.is_cuda:
+            return read_at_once(states.to(self._dtype), self._lm_head.to(self._dtype))
         parts = [self._read_chunk(some.to(self._dtype)) for some in states.split(ROW_CHUNK)]  # type: ignore[no-untyped-call]
         return torch.cat([ids for ids, _ in parts]), torch.cat([log_z for _, log_z in parts])
 
@@ -70,3 +74,16 @@ class Teacher:
             total = total * torch.exp(best - higher) + logits.sub_(higher[:, None]).exp_().sum(-1)
             best = higher
         return ids, best + total.log()
+
+
+def read_at_once(states: torch.Tensor, lm_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, of some rows over the whole vocabulary at a time: few launches, where a launch is what costs."""
+    from training.learning.head_kernel import summaries
+
+    log_z = torch.empty(len(states), device=states.device)
+    ids = torch.empty(len(states), dtype=torch.int64, device=states.device)
+    num_rows = max(1, CUDA_LOGITS // len(lm_head))
+    for start in range(0, len(states), num_rows):
+        rows = slice(start, start + num_rows)
+        summaries(product(states[rows], lm_head), ids[rows], log_z[rows])
+    return ids, log_z

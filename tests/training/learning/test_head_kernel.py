@@ -102,3 +102,19 @@ def test_a_batch_loses_the_same_by_the_kernel(
     torch.testing.assert_close(got.expected, expected.expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(got.hits, expected.hits)
     torch.testing.assert_close(other, gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width", "block"), [(9, 24, 4096), (5, 100, 32), (1, 128, 64)])
+def test_the_target_s_head_is_read_some_rows_at_a_time(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, width: int, block: int
+) -> None:
+    from training.learning import head_kernel, teacher
+
+    monkeypatch.setattr(head_kernel, "BLOCK", block)
+    monkeypatch.setattr(teacher, "CUDA_LOGITS", 2 * width)
+    generator = torch.Generator().manual_seed(width)
+    states, lm_head = (3 * torch.randn(n, 16, generator=generator) for n in (rows, width))
+    ids, log_z = teacher.read_at_once(states.to(kernel_device), lm_head.to(kernel_device))
+    logits = states @ lm_head.T
+    assert torch.equal(ids.cpu(), logits.argmax(-1))
+    torch.testing.assert_close(log_z.cpu(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)

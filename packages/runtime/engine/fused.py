@@ -27,6 +27,7 @@ from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3.model import Eagle3Model
 from runtime.engine.drafting import Drafting, ask_for
+from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
 from runtime.hidden_states import HiddenStates
@@ -82,9 +83,9 @@ class Decoder(Protocol):
         nothing of what others take."""
         ...
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
+    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
         """End it: new tokens of each, the last of them pending (-1: no finite logits), and states of its rows, [n, depth + 1,
-        ...] or [n, num_steps, ...]. What is no longer wanted changes nothing."""
+        ...] or [n, num_steps, ...], if it was made to tell them. What is no longer wanted changes nothing."""
         ...
 
     def leave(self, cache: int) -> None:
@@ -105,7 +106,7 @@ class Fuses(Target, Protocol):
         """Of K/V that it can hold; its memory does not grow."""
         ...
 
-    def new_decoder(self, max_depth: int, max_sequences: int) -> Decoder: ...
+    def new_decoder(self, max_depth: int, max_sequences: int, with_states: bool) -> Decoder: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,11 @@ class Outcome:
 
     work: Work
     verdict: Verdict
-    hidden: HiddenStates
+    hidden: HiddenStates | None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.verdict.token_ids)
 
 
 @dataclass(frozen=True)
@@ -134,20 +139,21 @@ class _Landed:
     """What a step brought: works as they are now and as they were launched, their new tokens, their places in `hidden`."""
 
     works: list[tuple[Work, Work, list[int], int]]
-    hidden: HiddenStates  # [n, rows, ...]
+    hidden: HiddenStates | None  # [n, rows, ...]
     depth: int
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
-        aux, last = self.hidden.aux.unbind(), self.hidden.last.unbind()
+        states = [] if self.hidden is None else list(zip(self.hidden.aux.unbind(), self.hidden.last.unbind(), strict=True))
         for work, launched, new, index in self.works:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
                 refused = self.depth + 1 - len(new)
                 work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
-            rows = HiddenStates(aux[index], last[index])
-            rows = rows if len(rows) == len(new) else rows[: len(new)]
+            rows = HiddenStates(*states[index]) if states else None
+            if rows is not None and len(rows) != len(new):
+                rows = rows[: len(new)]
             outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else []), rows))
         return outcomes
 
@@ -160,12 +166,20 @@ class _StepCosts(Costs):
 
 
 class FusedSteps:
-    def __init__(self, target: Fuses, drafting: Drafting, speculation: SpeculationConfig, sessions: SessionsConfig) -> None:
+    def __init__(
+        self,
+        target: Fuses,
+        drafting: Drafting,
+        speculation: SpeculationConfig,
+        sessions: SessionsConfig,
+        with_states: bool = True,  # of the rows that are committed
+    ) -> None:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
-        self._decoder = target.new_decoder(min(speculation.max_draft_tokens, MAX_DEPTH), sessions.max_batch_sessions)
-        self._is_patient = sessions.patient
+        depth = min(speculation.max_draft_tokens, MAX_DEPTH)
+        self._decoder = target.new_decoder(depth, sessions.max_batch_sessions, with_states)
+        self.is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
         self._flight: _Flight | None = None
@@ -197,7 +211,7 @@ class FusedSteps:
         here: list[Work] = []
         rest: list[Work] = []
         for work in works:
-            if self._takes(work):
+            if self.takes(work):
                 here.append(work)
             else:
                 rest.append(work)
@@ -209,13 +223,18 @@ class FusedSteps:
         if session.cache is not None:
             self._decoder.leave(session.cache)
 
-    def _takes(self, work: Work) -> bool:
+    def takes(self, work: Work) -> bool:
+        return work.is_decode and self._has_room(work, 0) and self._picks(work.request)
+
+    def picks_first(self, request: Request) -> bool:
+        """Whether the prompt's last token may come here as the pending one, so that the first answer token is picked here too."""
+        return self.is_patient and request.num_remaining > 0 and self._picks(request)
+
+    def _picks(self, request: Request) -> bool:
         """Whether the device alone can say what comes next, and draft for it."""
-        request = work.request
-        is_plain = not request.params.logprobs and request.processor.is_plain
-        if not (is_plain and work.is_decode and self._has_room(work, 0)):
+        if request.params.logprobs or not request.processor.is_plain:
             return False
-        drafter = self._drafter_for(work)
+        drafter = self._drafter_for(request)
         return drafter is None or (drafter is self._drafting.active and (drafter is not self._loaded or self._can_draft))
 
     def _has_room(self, work: Work, num_new: int) -> bool:
@@ -225,10 +244,10 @@ class FusedSteps:
     def _room(self, work: Work, num_new: int) -> int:
         return self._info.max_positions - len(work.request.session.history) - num_new
 
-    def _drafter_for(self, work: Work) -> Drafter | None:
+    def _drafter_for(self, request: Request) -> Drafter | None:
         if not self._decoder.max_depth:  # as the settings have it
             return None
-        drafter = self._drafting.drafter_for(work.request)
+        drafter = self._drafting.drafter_for(request)
         return None if isinstance(drafter, NoDrafter) else drafter
 
     def _load(self) -> None:
@@ -254,7 +273,7 @@ class FusedSteps:
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
         """False for one step after a swap to a drafter that cannot run here: its sessions go the general way from then on."""
-        return self._can_draft or all(self._drafter_for(work) is None for work in works)
+        return self._can_draft or all(self._drafter_for(work.request) is None for work in works)
 
     def _take_off(self, works: Sequence[Work], new: Mapping[int, Sequence[int]]) -> None:
         """Begin the step after this one for all that it may have, unless the host is needed first. new: by request's id, the
@@ -279,7 +298,7 @@ class FusedSteps:
         draft share the greatest depth."""
         drafting: list[Work] = []
         for work in works:
-            work.drafter = self._drafter_for(work)
+            work.drafter = self._drafter_for(work.request)
             if work.drafter is not None:
                 work.ask = ask_for(work)
                 drafting.append(work)
@@ -305,11 +324,11 @@ class FusedSteps:
 
     def _num_in_a_row(self, works: list[Work], new: Mapping[int, Sequence[int]]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
-        if len(works) < MANY_SESSIONS or not (self._is_alone or self._is_patient):
+        if len(works) < MANY_SESSIONS or not (self._is_alone or self.is_patient):
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
-        num = min(most, int((PATIENT_SECONDS if self._is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
+        num = min(most, int((PATIENT_SECONDS if self.is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
         num_new = [len(new.get(id(work.request), ())) for work in works]
         of_use = max(work.request.num_remaining - num_of_it for work, num_of_it in zip(works, num_new, strict=True))
         room = min(self._room(work, num_of_it) for work, num_of_it in zip(works, num_new, strict=True))

@@ -51,10 +51,11 @@ def _start(session: Session) -> tuple[CachePolicy, tuple[int, ...]]:
 
 
 class Holdings:
-    def __init__(self, target: Target, config: SessionsConfig) -> None:
+    def __init__(self, target: Target, config: SessionsConfig, keeps_features: bool = True) -> None:
         self.budget_bytes = config.kv_budget_mib * 2**20
         self.kv_bytes = 0  # as of the last step; read by any thread
         self._target = target
+        self.keeps_features = keeps_features  # False: nobody drafts, and nobody takes what was seen
         self._shares_prefixes = config.prefix_reuse
         self._prefixes = PrefixIndex()
         self._bytes_for = lru_cache(maxsize=4096)(target.cache_bytes)  # of so many tokens under a policy: asked in every step
@@ -75,11 +76,13 @@ class Holdings:
         if session.cache is None:
             self._give(session, self._target.new_cache(session.options.cache_policy))
 
-    def keep(self, session: Session, hidden: HiddenStates) -> None:
-        """The session's K/V has grown by these committed rows; their states are kept (and must be no views of more)."""
+    def keep(self, session: Session, num_rows: int, hidden: HiddenStates | None) -> None:
+        """The session's K/V has grown by so many committed rows; their states are kept (and must be no views of more)."""
         assert session.cache is not None
-        session.cached += len(hidden)
-        session.features.append(hidden)
+        session.cached += num_rows
+        if hidden is not None:
+            session.features.append(hidden)
+        self._note(session)
         window = session.options.cache_policy.window
         if window is None:
             return
@@ -97,8 +100,8 @@ class Holdings:
         try:
             self._target.truncate(session.cache, length)
         except ValueError:
-            features = []
-        if not features:
+            length = 0
+        if not length or (self.keeps_features and not features):
             self.release(session)
             return
         session.features = features
@@ -107,6 +110,11 @@ class Holdings:
         session.dropped = self._target.dropped(session.cache)
         if session.draft is not None:
             session.draft.position = min(session.draft.position, length)
+        self._note(session)
+
+    def _note(self, session: Session) -> None:
+        if self._shares_prefixes:
+            self._prefixes.note(session)
 
     def release(self, session: Session) -> None:
         """Free K/V, kept features and draft state; the ids stay. The next call on the session prefills again."""
@@ -131,7 +139,8 @@ class Holdings:
     def _give(self, session: Session, cache: int) -> None:
         assert session.cache is None
         session.cache = cache
-        self._prefixes.add(session)
+        if self._shares_prefixes:
+            self._prefixes.add(session)
         self.count()
 
     # --- from one session to another, to a file and back ---
@@ -153,10 +162,11 @@ class Holdings:
         session.num_settled = len(session.features)
         session.cached = length
         session.dropped = holder.dropped
+        self._note(session)
 
     def save(self, session: Session) -> tuple[Mapping[str, torch.Tensor], HiddenStates | None]:
-        """The session's K/V, on the CPU, and its kept features. Nothing, if nothing is cached."""
-        if session.cache is None or not session.cached:
+        """The session's K/V, on the CPU, and its kept features. Nothing, if nothing is cached, or no features are kept."""
+        if session.cache is None or not session.cached or not self.keeps_features:
             return {}, None
         return self._target.save(session.cache), HiddenStates.concat(session.features)
 
@@ -177,6 +187,7 @@ class Holdings:
         session.num_settled = 1
         session.cached = saved.cached
         session.dropped = self._target.dropped(cache)
+        self._note(session)
 
     def _fits(self, features: HiddenStates, cached: int, policy: CachePolicy) -> bool:
         """Whether they can be the kept states of so many cached tokens."""

@@ -53,7 +53,8 @@ class Stepper:
         sessions: SessionsConfig,
         tap: Tap | None,
     ) -> None:
-        self.holdings = Holdings(target, sessions)
+        keeps_features = tap is not None or speculation.max_draft_tokens > 0 or not sessions.patient
+        self.holdings = Holdings(target, sessions, keeps_features)
         self._pacer = Pacer(speculation)
         self.drafting = Drafting(drafter, self._pacer, self.holdings, target.info.vocab_size)
         self._target = target
@@ -64,7 +65,7 @@ class Stepper:
         self._stats = EngineStatsBuilder()
         self._fused: FusedSteps | None = None
         if isinstance(target, Fuses):
-            self._fused = FusedSteps(target, self.drafting, speculation, sessions)
+            self._fused = FusedSteps(target, self.drafting, speculation, sessions, with_states=keeps_features)
             self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
 
     @property
@@ -85,10 +86,19 @@ class Stepper:
         works = self._schedule(batch)
         if self._fused is not None:
             on_device, works = self._fused.split(works)
+            if works and not any(work.gives_tokens for work in works) and self._fused.is_patient:
+                self._step(works)  # behind the step that is under way: the one after it has them already
+                on_device += [work for work in self._just_read(works) if self._fused.takes(work)]
+                works = []
             self._advance(self._fused, on_device)
         if works:
             self._step(works)
         self.holdings.count()
+
+    def _just_read(self, works: Sequence[Work]) -> list[Work]:
+        """Those of these whose prompt is read to its last token, which is pending now."""
+        ready = [work.request for work in works if not (work.request.is_ending or work.request.is_over)]
+        return [self._plan(request, 1) for request in ready if _num_pending(request) == 1]
 
     def _step(self, works: list[Work]) -> None:
         decoding = [work for work in works if work.is_decode]
@@ -148,6 +158,9 @@ class Stepper:
 
     def _plan(self, request: Request, share: int) -> Work:
         session = request.session
+        num_pending = _num_pending(request)
+        if num_pending > 1 and self._fused is not None and self._fused.picks_first(request):
+            share = min(share, num_pending - 1)
         token_ids = session.history[session.cached : session.cached + share]
         is_last_chunk = session.cached + len(token_ids) == len(session.history)
         return Work(request, token_ids, is_last_chunk, is_settling=request.is_ending)
@@ -196,7 +209,7 @@ class Stepper:
         rows = work.rows(path)
         assert session.cache is not None
         self._target.commit(session.cache, rows)
-        self.holdings.keep(session, _kept(output.hidden, rows))
+        self.holdings.keep(session, len(rows), _kept(output.hidden, rows) if self.holdings.keeps_features else None)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)
@@ -260,14 +273,14 @@ class Stepper:
                 request.fail(ModelError("The target's logits are unusable: none is finite. Check its weights, or try float32."))
                 return
             num_taken = request.take(outcome.verdict, _NO_LOGITS)
-            num_rows = min(num_taken + 1, len(outcome.hidden))  # K/V of the last one taken is there too, unless it is pending
+            num_rows = min(num_taken + 1, outcome.num_rows)  # K/V of the last one taken is there too, unless it is pending
             fused.record(outcome)
             self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted))
         hidden = outcome.hidden
-        if num_rows < len(hidden):
+        if num_rows < outcome.num_rows:
             self._target.truncate(session.cache, session.cached + num_rows)
-            hidden = hidden[:num_rows]
-        self.holdings.keep(session, hidden)
+            hidden = None if hidden is None else hidden[:num_rows]
+        self.holdings.keep(session, num_rows, hidden)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)

@@ -23,6 +23,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._chains: dict[Session, list[int]] = {}
         self._holders: dict[int, dict[Session, None]] = {}  # in order of arrival
+        self._changed: dict[Session, None] = {}  # those whose K/V grew or shrank
 
     def __len__(self) -> int:
         """Entries: 0 when nobody holds anything."""
@@ -31,10 +32,16 @@ class PrefixIndex:
     def add(self, session: Session) -> None:
         """Follow this session's K/V from now on."""
         self._chains.setdefault(session, [])
+        self.note(session)
+
+    def note(self, session: Session) -> None:
+        """Its K/V has grown or shrunk."""
+        self._changed[session] = None
 
     def remove(self, session: Session) -> None:
         self._shorten(session, 0)
         self._chains.pop(session, None)
+        self._changed.pop(session, None)
 
     def find(self, session: Session, limit: int) -> tuple[Session, int] | None:
         """Another session, and how many tokens of this one's history, at most `limit`, it can hand over: the most there are."""
@@ -53,7 +60,8 @@ class PrefixIndex:
 
     def _catch_up(self) -> None:
         """Take in the blocks that sessions have come to hold, and forget those that they lost."""
-        for session, chain in self._chains.items():
+        for session in self._changed:
+            chain = self._chains[session]
             num_blocks = session.cached // BLOCK_TOKENS
             if num_blocks < len(chain):
                 self._shorten(session, num_blocks)
@@ -62,6 +70,7 @@ class PrefixIndex:
                 for chained in _chain(session.history, num_blocks, policy, chain):
                     chain.append(chained)
                     self._holders.setdefault(chained, {})[session] = None
+        self._changed.clear()
 
     def _shorten(self, session: Session, num_blocks: int) -> None:
         chain = self._chains.get(session, [])

@@ -123,7 +123,7 @@ def _audit(engine: LocalEngine, target: Target) -> None:
         assert {session for session in engine._store if session.is_generating} <= set(busy)
     holding = {session for session in sessions if session.cache is not None}
     assert live_caches(target) == {session.cache for session in holding}
-    assert set(stepper.holdings._prefixes._chains) == holding
+    assert set(stepper.holdings._prefixes._chains) == (holding if stepper.holdings._shares_prefixes else set())
     for session in sessions:
         assert session.cached <= len(session.history)
         if session.cache is None:
@@ -134,7 +134,7 @@ def _audit(engine: LocalEngine, target: Target) -> None:
         if session.dropped and window is not None:
             assert window <= session.cached - session.first_kept <= 2 * window + stepper._prefill_chunk_tokens
         else:
-            assert session.first_kept == 0
+            assert session.first_kept == (0 if stepper.holdings.keeps_features else session.cached)
     drafts = [session.draft for session in sessions if session.draft is not None]
     for drafter in stepper.drafting.loaded.values():
         assert live_states(drafter) == {draft.handle for draft in drafts if draft.drafter is drafter}

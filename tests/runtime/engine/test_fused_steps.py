@@ -18,6 +18,7 @@ from runtime.backends import load_target
 from runtime.backends.base import Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
 from runtime.drafters.base import Draft, DraftRequest
+from runtime.drafters.none import NoDrafter
 from runtime.eagle3 import Eagle3Model
 from runtime.engine.local import LocalEngine
 from runtime.hidden_states import HiddenStates
@@ -26,7 +27,7 @@ from runtime.speculation import Processor, verify
 from runtime.speculation.sampling import Sampled
 from runtime.types import DrafterPolicy, SamplingParams, SessionOptions, Started
 
-from .conftest import Listener, greedy_reference, prompt_of, random_eagle3
+from .conftest import Listener, audit, greedy_reference, prompt_of, random_eagle3
 
 CAPACITY_BYTES = 2**30  # less than the budget of the settings
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -47,6 +48,8 @@ class SlowDecoder:
     max_depth: int
     max_sequences: int
     max_steps: int = 6
+    with_states: bool = True
+    began: list[int] = field(default_factory=list)  # tokens of each history, when it came here
     pending: dict[int, list[int]] = field(default_factory=dict)  # the whole history of each cache that it knows
     sampled: dict[int, Sampled] = field(default_factory=dict)  # and where it stands
     depths: list[int] = field(default_factory=list)
@@ -90,6 +93,7 @@ class SlowDecoder:
         for cache, history, one in zip(caches, histories, sampled, strict=True):
             if cache not in self.pending:
                 self.pending[cache] = list(history)
+                self.began.append(len(history))
                 if one is not None:
                     self.sampled[cache] = one
                     self.num_sampled += 1
@@ -124,7 +128,7 @@ class SlowDecoder:
         verdict = verify(output.logits, Draft(guesses), processor, uniforms)
         return verdict.token_ids, HiddenStates(output.hidden.aux.clone(), output.hidden.last.clone())
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
+    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
         assert self.step is not None
         step, self.step = self.step, None
         for cache, tokens, is_wanted in zip(step.caches, step.tokens, still_wanted, strict=True):
@@ -138,7 +142,7 @@ class SlowDecoder:
             history += tokens
             if one := self.sampled.get(cache):
                 self.sampled[cache] = replace(one, place=one.place + len(tokens))
-        return step.tokens, step.hidden
+        return step.tokens, step.hidden if self.with_states else None
 
 
 @dataclass
@@ -162,20 +166,26 @@ def oracle(tiny: ResolvedModel) -> Target:
 
 @pytest.fixture(params=SpeculationMode, ids=lambda mode: mode.value)
 def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) -> Iterator[Fused]:
-    decoders: list[SlowDecoder] = []
-
-    def new_decoder(max_depth: int, _max_sequences: int) -> SlowDecoder:
-        decoders.append(SlowDecoder(target, max_depth, max_sequences=5))
-        return decoders[-1]
-
-    target.new_decoder = new_decoder  # type: ignore[attr-defined]
-    target.capacity_bytes = CAPACITY_BYTES  # type: ignore[attr-defined]
+    decoders = make_fusing(target)
     speculation = SpeculationConfig(mode=request.param, max_draft_tokens=3)
     engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8))
     engine.start()
     yield Fused(engine, decoders[0])
     engine.stop()
     assert target.cache_bytes() == 0
+
+
+def make_fusing(target: Target) -> list[SlowDecoder]:
+    """Give the target whole steps; the decoders that engines ask it for come to stand in the list."""
+    decoders: list[SlowDecoder] = []
+
+    def new_decoder(max_depth: int, _max_sequences: int, with_states: bool) -> SlowDecoder:
+        decoders.append(SlowDecoder(target, max_depth, max_sequences=5, with_states=with_states))
+        return decoders[-1]
+
+    target.new_decoder = new_decoder  # type: ignore[attr-defined]
+    target.capacity_bytes = CAPACITY_BYTES  # type: ignore[attr-defined]
+    return decoders
 
 
 def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
@@ -350,3 +360,40 @@ def test_a_drafter_of_another_kind_takes_its_sessions_the_general_way(fused: Fus
     fused.engine.swap_drafter(Silent())
     listener.wait()
     assert listener.token_ids == greedy_reference(oracle, prompt, 30)
+
+
+def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
+    target: Target, tokenizer: Tokenizer, oracle: Target
+):
+    """More sessions than places, some of which begin alike; what they say is what the general way says."""
+    decoders = make_fusing(target)
+    speculation = SpeculationConfig(max_draft_tokens=0)
+    sessions = SessionsConfig(max_batch_sessions=8, patient=True, prefill_chunk_tokens=64)
+    patient = LocalEngine(target, random_eagle3(target), tokenizer, speculation, sessions)
+    general = LocalEngine(oracle, NoDrafter(), tokenizer, speculation, SessionsConfig())
+    prompts = [[*prompt_of(seed // 2, 40), *prompt_of(seed, 1 + 3 * seed)] for seed in range(9)]
+    kinds = [replace(GREEDY, detokenize=False, temperature=seed % 3 / 2, seed=seed) for seed in range(9)]
+    answers = []
+    for engine in (general, patient):
+        engine.start()
+        listeners, session_ids = [], []
+        for prompt, params in zip(prompts, kinds, strict=True):
+            session_ids.append(engine.create_session().session_id)
+            engine.append(session_ids[-1], prompt)
+            listeners.append(Listener())
+            engine.generate(session_ids[-1], params, on_event=listeners[-1])
+        for listener in listeners:
+            listener.wait()
+        engine.append(session_ids[3], [7, 8, 9])
+        listeners.append(Listener())
+        engine.generate(session_ids[3], kinds[3], on_event=listeners[-1])
+        listeners[-1].wait()
+        answers.append([listener.token_ids for listener in listeners])
+        is_kept = [bool(session.features) for session in engine._store]
+        assert is_kept == [engine is general] * len(session_ids)
+        if engine is patient:
+            audit(engine, target)
+        engine.stop()
+    assert answers[0] == answers[1]
+    lengths = [len(prompt) for prompt in prompts]
+    assert sorted(decoders[0].began) == sorted([*lengths, lengths[3] + len(answers[0][3]) + 3])

@@ -50,10 +50,13 @@ def test_only_what_is_cached_counts_and_it_may_grow_and_shrink() -> None:
     index = index_of(other)
     assert index.find(new, 300) == (other, 40)
     other.cached = 300
+    index.note(other)
     assert index.find(new, 300) == (other, 300)
     other.cached = 70
+    index.note(other)
     assert index.find(new, 300) == (other, 70)
     other.cached = 0
+    index.note(other)
     assert index.find(new, 300) is None
     assert len(index) == 0
 

@@ -19,6 +19,7 @@ from runtime.backends.base import Segment
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
+from runtime.backends.transformers.cuda.sending import send, staged
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, Picks, Step
 from runtime.backends.transformers.cuda.target import CudaTarget, Graphs, bucket
 from runtime.eagle3.model import Eagle3Model
@@ -53,14 +54,16 @@ class _Flight:
     sequences: list[_Sequence]
     num: int
     depth: int
-    hidden: list[torch.Tensor] = field(default_factory=list)  # [num, 4H] of each of several plain steps
+    num_steps: int
+    hidden: list[torch.Tensor] = field(default_factory=list)  # [num, 4H] of each of several plain steps, where they are wanted
 
 
 class FusedDecoder:
     """Steps of a `CudaTarget`'s sequences, with a drafter or without. One thread at a time, the target's."""
 
-    def __init__(self, target: CudaTarget, max_depth: int, max_sequences: int) -> None:
+    def __init__(self, target: CudaTarget, max_depth: int, max_sequences: int, with_states: bool = True) -> None:
         self._target = target
+        self._with_states = with_states
         self._max_sequences = min(max_sequences, MAX_SEQUENCES, len(target.pool.device_table) - 1)
         self._step = Step(target, max_depth, bucket(self._max_sequences))
         on_cuda = target.device.type == "cuda"
@@ -126,12 +129,11 @@ class FusedDecoder:
         assert num_steps == 1 or not depth, "only plain steps come in a row"
         pool, num_tokens = self._target.pool, max(depth + 1, num_steps)
         tables = [pool[cache] for cache in caches]
-        if any(len(table.blocks) * BLOCK_TOKENS < table.length + num_tokens for table in tables):
+        if lacking := [table for table in tables if _lacks(table, num_tokens)]:
+            pool.hold_rows(tables)
             longest = self._target.info.max_positions
-            pool.reserve(tables, [min(num_tokens + AHEAD_TOKENS, longest - table.length) for table in tables])
-        elif any(table.row is None or table.may_share or table.first_stale < len(table.blocks) for table in tables):
-            pool.reserve(tables, [num_tokens] * len(tables))
-        sequences = [self._sequences.setdefault(table, _Sequence()) for table in tables]
+            pool.reserve(lacking, [min(num_tokens + AHEAD_TOKENS, longest - table.length) for table in lacking])
+        sequences = [self._sequence(table) for table in tables]
         behind = [
             (table, sequence, history, one)
             for table, sequence, history, one in zip(tables, sequences, histories, sampled, strict=True)
@@ -139,28 +141,29 @@ class FusedDecoder:
         ]
         if behind:
             self._bring_up(behind, depth)
-        picks = self._draw_numbers(sequences, num_tokens)
+        self._draw_numbers(sequences, num_tokens)
         num = bucket(len(tables))
-        flight = _Flight(tables, sequences, num, depth)
-        is_known = self._start([sequence.row for sequence in sequences], num, depth, picks, num_steps, flight.hidden)
+        flight = _Flight(tables, sequences, num, depth, num_steps)
+        is_known = self._start([sequence.row for sequence in sequences], num, depth, _picks(sequences), num_steps, flight.hidden)
         self._flight = flight
+        self._draw_numbers(sequences, 2 * num_tokens)  # for the next one too, while the device is busy
         return is_known and not behind
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates]:
+    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
         """Wait for what was launched: new tokens of each sequence, at least one, the last of which is pending.
 
         K/V of all new tokens but the last is committed then. -1 stands where no logit was finite. The states are those of the
-        rows that were verified, aux [n, rows, 3H] and last [n, rows, H]: depth + 1 of one step, or one of each of several. What
-        is no longer wanted changes nothing.
+        rows that were verified, aux [n, rows, 3H] and last [n, rows, H]: depth + 1 of one step, or one of each of several; None
+        without states. What is no longer wanted changes nothing.
         """
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        num, depth = flight.num, flight.depth
+        num, depth, hidden = flight.num, flight.depth, None
         if flight.hidden:
             hidden = torch.stack(flight.hidden, dim=1)
-        else:
+        elif self._with_states:
             hidden = self._step.buffers.hidden[: num * (depth + 1)].clone().view(num, depth + 1, -1)
-        tokens = self._wait(len(flight.tables), num, depth, max(len(flight.hidden), 1))
+        tokens = self._wait(len(flight.tables), num, depth, flight.num_steps)
         advance = self._target.pool.advance
         for table, sequence, new, is_wanted in zip(flight.tables, flight.sequences, tokens, still_wanted, strict=True):
             if not is_wanted:
@@ -170,8 +173,10 @@ class FusedDecoder:
             sequence.primed = sequence.length if depth else sequence.primed
             sequence.length += len(new)
             sequence.place += len(new)
-            sequence.fresh = 1 if flight.hidden else len(new)
+            sequence.fresh = 1 if flight.num_steps > 1 else len(new)
             advance(table, len(new), keep_tail=True)
+        if hidden is None:
+            return tokens, None
         split = 3 * self._target.info.hidden_size
         return tokens, HiddenStates(hidden[:, :, :split], hidden[:, :, split:])
 
@@ -210,6 +215,12 @@ class FusedDecoder:
 
     # --- between host and device ---
 
+    def _sequence(self, table: Table) -> _Sequence:
+        sequence = self._sequences.get(table)
+        if sequence is None:
+            sequence = self._sequences[table] = _Sequence()
+        return sequence
+
     def _is_ready(self, table: Table, sequence: _Sequence, depth: int) -> bool:
         """Whether the device's state holds, and the drafter is no further behind than one step."""
         holds = sequence.row == table.row and sequence.length == table.length
@@ -236,29 +247,26 @@ class FusedDecoder:
                 to_prime.append(_rows_of(table, history, sequence.primed, table.length - 1))
                 sequence.primed = table.length - 1
         device = self._target.device
-        written = torch.tensor(states, dtype=torch.int32).to(device, non_blocking=True)
-        self._step.state[torch.tensor(rows).to(device, non_blocking=True), : written.shape[1]] = written
+        written = send(np.array(states, dtype=np.int32), device)
+        self._step.state[send(np.array(rows), device), : written.shape[1]] = written
         self._step.seats.take(rows, [sampled for *_, sampled in behind])
         if to_prime:
             packed = np.concatenate(to_prime, axis=1)
             for first in range(0, packed.shape[1], PRIME_ROWS):
                 part = np.ascontiguousarray(packed[:, first : first + PRIME_ROWS])
-                self._step.prime(*torch.from_numpy(part).to(device))
+                self._step.prime(*send(part, device))
 
-    def _draw_numbers(self, sequences: Sequence[_Sequence], num_places: int) -> Picks:
-        """Random numbers for the next places of those that sample; how the tokens of the step are to be picked."""
-        picks = Picks.BEST
+    def _draw_numbers(self, sequences: Sequence[_Sequence], num_places: int) -> None:
+        """Random numbers for the next places of those that sample, two blocks at most."""
         lacking: list[tuple[int, int, Sampled]] = []  # row, block, whose
         for sequence in sequences:
             if sequence.sampled is None:
                 continue
-            picks = max(picks, Picks.TRUNCATED if truncates(sequence.sampled.params) else Picks.SAMPLED)
             while sequence.last_place < sequence.place + num_places:
                 lacking.append((sequence.row, sequence.last_place // BLOCK_PLACES, sequence.sampled))
                 sequence.last_place += BLOCK_PLACES
         if lacking:
             self._step.seats.fill(*(list(column) for column in zip(*lacking, strict=True)))
-        return picks
 
     def _start(self, rows: list[int], num: int, depth: int, picks: Picks, num_steps: int, hidden: list[torch.Tensor]) -> bool:
         """Steps of these rows of the table, and of nobody in the places up to `num`; their results come to the host. Of several
@@ -266,12 +274,12 @@ class FusedDecoder:
         step, seats = self._step, rows + [0] * (num - len(rows))
         if seats != self._seats[:num]:
             self._seats = seats + [0] * (len(self._seats) - num)
-            step.table_rows.copy_(torch.tensor(self._seats, dtype=torch.int32), non_blocking=True)
+            step.table_rows.copy_(staged(np.array(self._seats, dtype=np.int32), self._target.device), non_blocking=True)
         size, is_known = num * (depth + 2), True
         for number in range(num_steps):
             is_known &= self._graphs.run((num, depth, picks), partial(step.run, num, depth, picks))
             self._host_result[number, :size].copy_(step.result[:size], non_blocking=True)
-            if num_steps > 1:
+            if num_steps > 1 and self._with_states:
                 hidden.append(step.buffers.hidden[:num].clone())
         if self._arrival is not None:
             self._arrival.record()
@@ -285,6 +293,18 @@ class FusedDecoder:
             return self._host_result[:num_steps, : 2 * num].view(num_steps, num, 2)[:, :num_rows, 1].t().tolist()
         size = num * (depth + 2)
         return [row[1 : 1 + row[0]] for row in self._host_result[0, :size].view(num, depth + 2)[:num_rows].tolist()]
+
+
+def _lacks(table: Table, num_tokens: int) -> bool:
+    """Whether anything is missing that so many new tokens need: blocks of its own, or the device's knowledge of them."""
+    has_blocks = len(table.blocks) * BLOCK_TOKENS >= table.length + num_tokens
+    return not has_blocks or table.row is None or table.may_share or table.first_stale < len(table.blocks)
+
+
+def _picks(sequences: Sequence[_Sequence]) -> Picks:
+    """How the tokens of a step of these are to be picked."""
+    params = [sequence.sampled.params for sequence in sequences if sequence.sampled is not None]
+    return Picks.BEST if not params else Picks.TRUNCATED if any(map(truncates, params)) else Picks.SAMPLED
 
 
 def _is_same_request(one: Sampled | None, other: Sampled | None) -> bool:

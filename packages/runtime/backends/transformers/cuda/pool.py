@@ -7,7 +7,7 @@ drafter's own keys and values, so one table serves all and a fork shares all. Ev
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from runtime.backends.segments import check_root_path
 from runtime.backends.transformers.cache import KVShape
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, DEAD, Blocks, Table, num_blocks_for
+from runtime.backends.transformers.cuda.sending import send
 from runtime.types import CachePolicy
 
 # Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
@@ -35,7 +36,10 @@ class PagedPool:
         self.keys, self.values = self._kv[: shape.num_layers].unbind(), self._kv[shape.num_layers :].unbind()
         self._states = torch.zeros(1, num_blocks, 1, BLOCK_TOKENS, 4 * hidden_size, dtype=shape.dtype, device=shape.device)
         self.states = self._states.view(-1, 4 * hidden_size)  # [slots, 4H]: three auxiliary layers and the normed last
-        self._planes = [self._kv, self._states]
+        self._planes: list[torch.Tensor] = []
+        self._block_bytes = 0  # of all planes
+        self._add(self._kv)
+        self._add(self._states)
         self._tables: dict[int, Table] = {}
         self._handles = count()
         row_blocks = num_blocks_for(max_positions) + 1
@@ -52,8 +56,12 @@ class PagedPool:
         """A further plane [blocks, heads, 16, width] that follows copies and commits, a drafter's keys for one."""
         shape = self.shape
         plane = torch.zeros(1, self.blocks.num_blocks, heads, BLOCK_TOKENS, width, dtype=shape.dtype, device=shape.device)
-        self._planes.append(plane)
+        self._add(plane)
         return plane[0]
+
+    def _add(self, plane: torch.Tensor) -> None:
+        self._planes.append(plane)
+        self._block_bytes += plane[:, 0].numel() * plane.element_size()
 
     # --- caches ---
 
@@ -81,10 +89,6 @@ class PagedPool:
         """Of so many blocks; None: of those in use."""
         return (self.blocks.num_used if num_blocks is None else num_blocks) * self._block_bytes
 
-    @property
-    def _block_bytes(self) -> int:
-        return sum(plane[:, 0].numel() * plane.element_size() for plane in self._planes)
-
     def bytes_for(self, num_tokens: int, policy: CachePolicy) -> int:
         blocks = num_blocks_for(num_tokens)
         if policy.window is not None:  # both ends of the window cut a block, and one more waits to be dropped
@@ -104,8 +108,13 @@ class PagedPool:
                 plane[:, targets] = plane[:, sources]
         for table in tables:
             self._seat(table)
+        self._upload([table for table in tables if table.first_stale < len(table.blocks)])
+
+    def hold_rows(self, tables: Iterable[Table]) -> None:
+        """None of these loses its row to the next ones that need one."""
         for table in tables:
-            self._upload(table)
+            if table.row is not None:
+                self._row_owners.move_to_end(table.row)
 
     def _seat(self, table: Table) -> None:
         """Give a table a row of the device's copy: the longest unused, if it has none."""
@@ -117,12 +126,18 @@ class PagedPool:
             table.row, table.first_stale = row, 0
         self._row_owners.move_to_end(table.row)
 
-    def _upload(self, table: Table) -> None:
-        if table.first_stale < len(table.blocks):
+    def _upload(self, tables: Sequence[Table]) -> None:
+        """Entries that the device does not have yet, of all of them at once."""
+        if not tables:
+            return
+        width, places, entries = self.device_table.shape[1], list[int](), list[int]()
+        for table in tables:
             assert table.row is not None
-            entries = torch.from_numpy(np.array(table.blocks[table.first_stale :], dtype=np.int32))
-            self.device_table[table.row, table.first_stale : len(table.blocks)].copy_(entries, non_blocking=True)
+            places += range(table.row * width + table.first_stale, table.row * width + len(table.blocks))
+            entries += table.blocks[table.first_stale :]
             table.first_stale = len(table.blocks)
+        sent = send(np.array([places, entries], dtype=np.int64), self.shape.device)
+        self.device_table.view(-1)[sent[0]] = sent[1].int()
 
     def commit(self, table: Table, rows: Sequence[int]) -> None:
         """Keep the tentative rows of one root path and free the rest."""

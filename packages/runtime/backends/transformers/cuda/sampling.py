@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.backends.transformers.cuda.sending import send
 from runtime.speculation.accept import BELOW_ONE
 from runtime.speculation.sampling import LOWEST_TEMPERATURE, Sampled, Uniforms, pick
 from runtime.types import SamplingParams
@@ -55,15 +56,13 @@ class Seats:
     def take(self, rows: Sequence[int], sampled: Sequence[Sampled | None]) -> None:
         """Whoever sits there from now on."""
         values = torch.tensor([_params_of(one) for one in sampled], dtype=torch.float64)
-        self._params[self._index(rows)] = values.to(self._params.device, non_blocking=True)
+        self._params[self._index(rows)] = send(values, self._params.device)
 
     def fill(self, rows: Sequence[int], blocks: Sequence[int], sampled: Sequence[Sampled]) -> None:
         """Numbers of places 64 * block and so on, for each of these rows."""
         numbers = torch.stack([one.uniforms.at(b * BLOCK_PLACES, BLOCK_PLACES) for b, one in zip(blocks, sampled, strict=True)])
         halves = self._uniforms.view(len(self._uniforms), 2, BLOCK_PLACES, 2)
-        halves[self._index(rows), self._index([block % 2 for block in blocks])] = numbers.to(
-            self._params.device, non_blocking=True
-        )
+        halves[self._index(rows), self._index([block % 2 for block in blocks])] = send(numbers, self._params.device)
 
     def settings(self, rows: torch.Tensor) -> Settings:
         """Of these rows, int64 [S]."""
@@ -75,7 +74,7 @@ class Seats:
         return self._uniforms[rows[:, None], at]
 
     def _index(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._params.device, non_blocking=True)
+        return send(torch.tensor(values, dtype=torch.int64), self._params.device)
 
 
 def _params_of(sampled: Sampled | None) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows
 from runtime.backends.transformers.cuda.network import Network, read_network
 from runtime.backends.transformers.cuda.pool import PagedPool
+from runtime.backends.transformers.cuda.sending import send, staged
 from runtime.hidden_states import HiddenStates
 from runtime.types import CachePolicy
 
@@ -129,7 +130,7 @@ class CudaTarget:
         packed = pack(segments, tables, sizes, starts, size * num, num)
         key = ("forward", num, size, is_tree)
         rows = unpack(self._inputs, self.pool.device_table, size * num, num, size, is_tree)
-        self._inputs[: len(packed)].copy_(torch.from_numpy(packed), non_blocking=True)
+        self._inputs[: len(packed)].copy_(staged(packed, self.device), non_blocking=True)
 
         def launches() -> None:
             self.run_layers(rows, self.buffers)
@@ -147,7 +148,7 @@ class CudaTarget:
     ) -> list[SegmentOutput]:
         ends = np.cumsum(sizes).tolist()
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        packed = torch.from_numpy(pack(segments, tables, sizes, starts, ends[-1], len(segments))).to(self.device)
+        packed = send(pack(segments, tables, sizes, starts, ends[-1], len(segments)), self.device)
         rows = unpack(packed, self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
         buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
         self.run_layers(rows, buffers)
@@ -156,7 +157,7 @@ class CudaTarget:
         logits = torch.empty(len(wanted), self._info.vocab_size, dtype=torch.float32, device=self.device)
         if wanted:
             head = Head(self.network.head, len(wanted))
-            head.logits(hidden.last[torch.tensor(wanted, device=self.device)], logits)
+            head.logits(hidden.last[send(np.array(wanted), self.device)], logits)
         by_segment = torch.split(logits, [segment.num_logits for segment in segments])
         return [SegmentOutput(part, hidden[start:end]) for part, start, end in zip(by_segment, starts, ends, strict=True)]
 
@@ -187,11 +188,11 @@ class CudaTarget:
         """Of K/V; a tenth of the pool is kept back for blocks that are taken ahead."""
         return self.pool.num_bytes(self.pool.blocks.num_blocks - 1) * 9 // 10
 
-    def new_decoder(self, max_depth: int, max_sequences: int) -> FusedDecoder:
+    def new_decoder(self, max_depth: int, max_sequences: int, with_states: bool = True) -> FusedDecoder:
         """What runs whole steps of this target's sequences on the device, so many at most, with chains of up to max_depth."""
         from runtime.backends.transformers.cuda.decoder import FusedDecoder
 
-        return FusedDecoder(self, max_depth, max_sequences)
+        return FusedDecoder(self, max_depth, max_sequences, with_states)
 
     def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
         """Of committed positions, out of the pool."""

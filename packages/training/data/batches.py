@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -120,7 +119,7 @@ def pack(rows: Sequence[TrainingRow], num_depths: int, device: torch.device | No
         "depths": depths,
         "chain_ids": np.where(np.arange(num_depths) < depths[:, None], ids[future], -1),
     }
-    keeps = [np.searchsorted(before, after) for before, after in pairwise(alive) if len(after)]
+    keeps = [np.flatnonzero(depths[alive[k - 1]] > k) for k in range(1, num_depths) if len(alive[k])]
     parts = [*host.values(), *keeps, *(each.numpy() for each in (*spans.tensors, *pairs.tensors))]
     moved = iter(_to_device(parts, device))
     last, aux = _last_states(features, at, starts), [each.hidden.aux[:cut] for each, cut in zip(features, cuts, strict=True)]

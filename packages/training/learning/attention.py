@@ -81,12 +81,10 @@ class Packing:
         q: torch.Tensor,  # [Q, heads, D]
         k0: torch.Tensor,  # [T, kv_heads, D]
         v0: torch.Tensor,  # [T, kv_heads, D]
-        diagonal: Sequence[tuple[torch.Tensor, torch.Tensor]],  # keys and values of depths 1..m, each [Q, kv_heads, D]
+        diagonal: torch.Tensor,  # [2, m, Q, kv_heads, D] keys and values of depths 1..m at each query's own position
     ) -> torch.Tensor:
         """[Q, heads, D]: each query over the depth-0 keys of its row up to its own position, and over its diagonal keys."""
-        keys = torch.stack([k for k, _ in diagonal]) if diagonal else q.new_empty(0, len(q), *k0.shape[1:])
-        values = torch.stack([v for _, v in diagonal]) if diagonal else keys
-        out: torch.Tensor = _MergedAttention.apply(q.contiguous(), k0, v0, keys, values, self)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _MergedAttention.apply(q.contiguous(), k0, v0, diagonal, self)  # type: ignore[no-untyped-call]
         return out
 
     def blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -160,6 +158,57 @@ def _blocks_backward(
     return dq, dk0, dv0
 
 
+def _merge(
+    q: torch.Tensor, diagonal: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(output and log-sum-exp over the diagonal keys too, their scores [m, Q, kv, G] if the backward wants them)."""
+    if not diagonal.shape[1]:
+        return out, lse, lse.new_empty(0)
+    if q.is_cuda:
+        from training.learning import diagonal_kernel
+
+        diagonal_kernel.merge(q, diagonal, out, lse)
+        return out, lse, lse.new_empty(0)
+    num_queries, num_heads, dim = q.shape
+    keys, values = diagonal
+    grouped = (num_queries, keys.shape[2], -1)
+    scores = torch.einsum("qkgd,mqkd->mqkg", q.view(*grouped, dim), keys).to(lse.dtype).mul_(dim**-0.5)
+    lse_QKG = lse.view(grouped)
+    merged = torch.cat([lse_QKG[None], scores]).logsumexp(0)
+    out = out * torch.exp(lse_QKG - merged).view(num_queries, num_heads, 1).to(q.dtype)
+    weights = torch.exp(scores - merged).to(q.dtype)
+    out += torch.einsum("mqkg,mqkd->qkgd", weights, values).reshape_as(out)
+    return out, merged.view(num_queries, num_heads), scores
+
+
+def _merge_backward(
+    d_out: torch.Tensor,  # [Q, heads, D]
+    q: torch.Tensor,
+    diagonal: torch.Tensor,
+    out: torch.Tensor,  # [Q, heads, D] merged
+    lse: torch.Tensor,  # [Q, heads] merged
+    scores: torch.Tensor,
+    dq: torch.Tensor,  # [Q, heads, D] what goes through the diagonal keys is added
+) -> torch.Tensor:
+    """The gradient of the diagonal keys and values."""
+    if not diagonal.shape[1]:
+        return torch.empty_like(diagonal)
+    if q.is_cuda:
+        from training.learning import diagonal_kernel
+
+        return diagonal_kernel.merge_backward(d_out, q, diagonal, out, lse, dq)
+    keys, values = diagonal
+    grouped = (len(q), keys.shape[2], -1)
+    q_QKGD, d_QKGD = q.view(*grouped, q.shape[2]), d_out.view(*grouped, q.shape[2])
+    delta = (d_out * out).sum(-1, dtype=lse.dtype).view(grouped)
+    weights = torch.exp(scores - lse.view(grouped))  # [m, Q, kv, G]
+    d_scores = torch.einsum("qkgd,mqkd->mqkg", d_QKGD, values).to(lse.dtype)
+    d_scores = d_scores.sub_(delta).mul_(weights).mul_(q.shape[2] ** -0.5).to(q.dtype)
+    dq += torch.einsum("mqkg,mqkd->qkgd", d_scores, keys).reshape_as(dq)
+    d_keys = torch.einsum("mqkg,qkgd->mqkd", d_scores, q_QKGD)
+    return torch.stack([d_keys, torch.einsum("mqkg,qkgd->mqkd", weights.to(q.dtype), d_QKGD)])
+
+
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -167,48 +216,25 @@ class _MergedAttention(torch.autograd.Function):
         q: torch.Tensor,  # [Q, heads, D]
         k0: torch.Tensor,  # [T, kv, D]
         v0: torch.Tensor,  # [T, kv, D]
-        kd: torch.Tensor,  # [m, Q, kv, D] keys of depths 1..m at each query's own position
-        vd: torch.Tensor,  # [m, Q, kv, D]
+        diagonal: torch.Tensor,  # [2, m, Q, kv, D]
         packing: Packing,
     ) -> torch.Tensor:
-        num_queries, num_heads, dim = q.shape
-        num_kv = k0.shape[1]
-        grouped = (num_queries, num_kv, num_heads // num_kv)
         uses_flash = flash.is_usable(q)
         if uses_flash:
             out, lse = flash.forward(q, k0, v0, packing.spans)
         else:
             out, lse = _blocks_forward(q, k0, v0, packing)
-        diagonal = torch.einsum("qkgd,mqkd->mqkg", q.view(*grouped, dim), kd).to(lse.dtype).mul_(dim**-0.5)  # [m, Q, kv, G]
-        if len(kd):
-            lse_QKG = lse.view(grouped)
-            merged = torch.cat([lse_QKG[None], diagonal]).logsumexp(0)
-            out = out * torch.exp(lse_QKG - merged).view(num_queries, num_heads, 1).to(q.dtype)
-            weights = torch.exp(diagonal - merged).to(q.dtype)
-            out += torch.einsum("mqkg,mqkd->qkgd", weights, vd).reshape_as(out)
-            lse = merged.view(num_queries, num_heads)
+        out, lse, scores = _merge(q, diagonal, out, lse)
         ctx.packing, ctx.uses_flash = packing, uses_flash
-        ctx.save_for_backward(q, k0, v0, kd, vd, out, lse, diagonal)
+        ctx.save_for_backward(q, k0, v0, diagonal, out, lse, scores)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k0, v0, kd, vd, out, lse, diagonal = ctx.saved_tensors
+        q, k0, v0, diagonal, out, lse, scores = ctx.saved_tensors
         d_out = grads[0].contiguous()
-        num_queries, num_heads, dim = q.shape
-        grouped = (num_queries, k0.shape[1], num_heads // k0.shape[1])
         if ctx.uses_flash:
             dq, dk0, dv0 = flash.backward(d_out, q, k0, v0, out, lse, ctx.packing.spans)
         else:
             dq, dk0, dv0 = _blocks_backward(d_out, q, k0, v0, out, lse, ctx.packing)
-        if not len(kd):
-            return dq, dk0, dv0, kd, vd, None
-        q_QKGD, d_QKGD = q.view(*grouped, dim), d_out.view(*grouped, dim)
-        delta = (d_out * out).sum(-1, dtype=lse.dtype).view(grouped)
-        weights = torch.exp(diagonal - lse.view(grouped))  # [m, Q, kv, G]
-        d_diagonal = torch.einsum("qkgd,mqkd->mqkg", d_QKGD, vd).to(lse.dtype)
-        d_diagonal = d_diagonal.sub_(delta).mul_(weights).mul_(dim**-0.5).to(q.dtype)
-        dq += torch.einsum("mqkg,mqkd->qkgd", d_diagonal, kd).reshape_as(dq)
-        dkd = torch.einsum("mqkg,qkgd->mqkd", d_diagonal, q_QKGD)
-        dvd = torch.einsum("mqkg,qkgd->mqkd", weights.to(q.dtype), d_QKGD)
-        return dq, dk0, dv0, dkd, dvd, None
+        return dq, dk0, dv0, _merge_backward(d_out, q, diagonal, out, lse, scores, dq), None

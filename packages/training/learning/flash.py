@@ -87,7 +87,7 @@ def varlen_backward(
         spans.longest_key,
         0.0,
         True,
-        torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a generator that no dropout reads
+        torch.empty(2, dtype=torch.uint64, device=q.device),  # the state of a generator that no dropout reads
         unused,
         scale=q.shape[-1] ** -0.5,
     )

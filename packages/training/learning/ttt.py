@@ -6,8 +6,10 @@ features' keys up to p and its own keys of depths 1..k at p, and stands at rotar
     keys seen by (p, k):   K0[0] ... K0[p]   K1[p] ... Kk[p]
 
 Keys of depth 0 are needed at every position, queries only where a draft is supervised, and later depths only where the
-earlier one still is; nothing else is computed, and nothing is approximated by that. Training takes the supervised depths,
-evaluation lets positions go whose draft missed. Shapes: the legend of runtime/types.py; P_k positions alive at depth k.
+earlier one still is; nothing else is computed, and nothing is approximated by that. What has a gradient is gathered by
+`index_select`, whose backward is one addition, where that of an index in brackets sorts on a device. Training takes the
+supervised depths, evaluation lets positions go whose draft missed. Shapes: the legend of runtime/types.py; P_k positions alive
+at depth k.
 """
 
 from __future__ import annotations
@@ -30,22 +32,25 @@ class Unroll:
         self._positions = batch.positions[batch.query_at]  # [P_k] rotary position p + k
         self._packing = batch.packing()
         self._keys = self._values = batch.aux.new_empty(0)  # [T, kv_heads, D] of depth 0
-        self._diagonal: list[tuple[torch.Tensor, torch.Tensor]] = []  # depths 1..k, each [P_k, kv_heads, D]
+        self._diagonal = batch.aux.new_empty(0)  # [2, k, P_k, kv_heads, D] keys and values of depths 1..k
 
     def first(self) -> torch.Tensor:
         """Depth 0. Returns the states [P, H]."""
         batch, model = self.batch, self.model
         h = model.project(batch.aux)  # [T, H]
         context = batch.context_at
-        context_keys, context_values = model.keys_values(batch.next_ids[context], h[context], batch.positions[context])
+        context_keys, context_values = model.keys_values(
+            batch.next_ids[context], h.index_select(0, context), batch.positions[context]
+        )
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._keys = torch.cat([context_keys, k])[batch.place]
-            self._values = torch.cat([context_values, v])[batch.place]
-            return self._packing.attend(q, self._keys, self._values, [])
+            self._keys = torch.cat([context_keys, k]).index_select(0, batch.place)
+            self._values = torch.cat([context_values, v]).index_select(0, batch.place)
+            self._diagonal = k.new_empty(2, 0, *k.shape)
+            return self._packing.attend(q, self._keys, self._values, self._diagonal)
 
         ids = batch.next_ids[batch.query_at]
-        self._h = model.layer(ids, h[batch.query_at], self._positions, attend)
+        self._h = model.layer(ids, h.index_select(0, batch.query_at), self._positions, attend)
         return self._h
 
     def deeper(self, keep: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -54,13 +59,13 @@ class Unroll:
         self._packing = self._packing.select(keep)
         self.rows = self.rows[keep]
         self._positions = self._positions[keep] + 1
-        self._diagonal = [(k[keep], v[keep]) for k, v in self._diagonal]
+        before = self._diagonal.index_select(2, keep)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._diagonal.append((k, v))
+            self._diagonal = torch.cat([before, torch.stack([k, v])[:, None]], dim=1)
             return self._packing.attend(q, self._keys, self._values, self._diagonal)
 
-        self._h = self.model.layer(token_ids, self._h[keep], self._positions, attend)
+        self._h = self.model.layer(token_ids, self._h.index_select(0, keep), self._positions, attend)
         return self._h
 
     def head_input(self, states: torch.Tensor) -> torch.Tensor:

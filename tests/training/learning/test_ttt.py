@@ -192,6 +192,6 @@ def test_attention_gradients_are_those_of_finite_differences() -> None:
     inputs = (random(4, 4, 3), random(7, 2, 3), random(7, 2, 3), random(2, 4, 2, 3), random(2, 4, 2, 3))
 
     def attend(q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, kd: torch.Tensor, vd: torch.Tensor) -> torch.Tensor:
-        return packing.attend(q, k0, v0, list(zip(kd, vd, strict=True)))
+        return packing.attend(q, k0, v0, torch.stack([kd, vd]))
 
     assert torch.autograd.gradcheck(attend, inputs)

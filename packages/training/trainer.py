@@ -140,7 +140,7 @@ class Trainer:
         """A step on this rank's rows, which may be none, and on those of the others: num_rows in all. began_at: when the rows
         were asked for, which is part of what a step takes: the target may have had to read them."""
         batches = group_by_tokens(rows, self._data.max_batch_tokens)
-        result = learner.step(*batches)
+        result = learner.step(*batches, meanwhile=self._stream.look_ahead)
         self._stream.trained(rows)
         self._idle_since = None
         result = dataclasses.replace(result, seconds=time.perf_counter() - began_at)

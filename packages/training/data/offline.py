@@ -81,6 +81,9 @@ class OfflineStream:
     def is_exhausted(self) -> bool:
         return not self._left
 
+    def look_ahead(self) -> None:
+        """Rows come with their states."""
+
     def keep_alive(self) -> None:
         """Nothing is leased."""
 

@@ -57,6 +57,10 @@ class Stream(Protocol):
         """Rows for one step; none when there is nothing to train on now."""
         ...
 
+    def look_ahead(self) -> None:
+        """A step was launched on what next_batch gave: begin what the next batch needs, while a device computes."""
+        ...
+
     def trained(self, rows: Sequence[TrainingRow]) -> None:
         """A step was made on what next_batch gave."""
         ...
@@ -179,6 +183,9 @@ class OnlineStream:
     def is_exhausted(self) -> bool:
         is_over = self._arrivals.is_over and not self._unread and not self._fresh
         return is_over and self._replay.num_left == 0
+
+    def look_ahead(self) -> None:
+        """Rows come with their states."""
 
     def keep_alive(self) -> None:
         now = time.monotonic()

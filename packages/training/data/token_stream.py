@@ -5,7 +5,7 @@ The order of an epoch follows from the seed and the epoch alone, so a position i
     rows -> shuffled -> within windows by length -> cut into batches of data.max_batch_tokens -> batches shuffled
 
 With several ranks, step s trains the batches s * ranks .. (s + 1) * ranks - 1 of the order, one on each. On a CUDA device the
-target's forward for the next batch is launched before this batch is handed out: the device computes while the host prepares.
+target's forward for the next batch is launched behind each step: the device computes it while the host prepares the next one.
 """
 
 from __future__ import annotations
@@ -72,21 +72,15 @@ class TokenStream:
         return self._prefill.corpus.token_counts(vocab_size)
 
     def next_batch(self) -> list[TrainingRow]:
-        rows = self._batch(self._epoch, self._next + self._rank)
-        if self._looks_ahead:
-            self._look_ahead()
-        return rows
-
-    def _batch(self, epoch: int, batch: int) -> list[TrainingRow]:
-        if self._ahead is not None and self._ahead[0] == (epoch, batch):
+        batch = self._next + self._rank
+        if self._ahead is not None and self._ahead[0] == (self._epoch, batch):
             return self._ahead[1]
         return self._prefill.rows(self._order[batch]) if batch < len(self._order) else []
 
-    def _look_ahead(self) -> None:
+    def look_ahead(self) -> None:
         """Launch the forward for the batch after this one; within the epoch, which is simple and nearly always."""
         batch = self._next + self._num_ranks + self._rank
-        is_there = self._ahead is not None and self._ahead[0] == (self._epoch, batch)
-        if batch < len(self._order) and not is_there:
+        if self._looks_ahead and batch < len(self._order):
             self._ahead = ((self._epoch, batch), self._prefill.rows(self._order[batch]))
 
     def trained(self, rows: Sequence[TrainingRow]) -> None:

@@ -50,9 +50,10 @@ class Hedge:
     def vocabulary(self) -> DraftVocabulary:
         return self._leader.vocabulary
 
-    def step(self, *batches: Sequence[TrainingRow]) -> StepResult:
-        """One step of each head; figures of the one that leads, seconds of all."""
-        results = [head.step(*batches) for head in self._heads]
+    def step(self, *batches: Sequence[TrainingRow], meanwhile: Callable[[], None] = lambda: None) -> StepResult:
+        """One step of each head, as of a learner; figures of the one that leads, seconds of all."""
+        *others, last = self._heads
+        results = [*(head.step(*batches) for head in others), last.step(*batches, meanwhile=meanwhile)]
         return dataclasses.replace(results[self.leading], seconds=sum(result.seconds for result in results))
 
     def candidate(self, score: Score) -> Eagle3Model:

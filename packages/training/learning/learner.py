@@ -130,8 +130,9 @@ class Learner:
     def vocabulary(self) -> DraftVocabulary:
         return self._model.vocabulary
 
-    def step(self, *batches: Sequence[TrainingRow]) -> StepResult:
-        """One optimiser step on the rows of these micro-batches and of those of the other ranks, who call at the same time."""
+    def step(self, *batches: Sequence[TrainingRow], meanwhile: Callable[[], None] = lambda: None) -> StepResult:
+        """One optimiser step on the rows of these micro-batches and of those of the other ranks, who call at the same time.
+        meanwhile: called when all is launched and nothing known yet; what it launches on the device, nobody here waits for."""
         started = time.perf_counter()
         self._tell_time(started)
         counts = torch.zeros(self._config.ttt_steps, dtype=torch.int64, device=self._device)
@@ -150,7 +151,9 @@ class Learner:
                 result = self._backward(taught, weights, is_last=number == len(batches))
                 figures.add(result, taught.batch, sum(row.num_tokens for row in rows))
             grad_norm = self._optimizer.step(self._elapsed_s)
-        return figures.result(self._world, self._optimizer, num_pairs, grad_norm, started)
+        figures.send(num_pairs, grad_norm)
+        meanwhile()
+        return figures.result(self._world, self._optimizer, started)
 
     def _tell_time(self, now: float) -> None:
         """Time goes on from where a resumed run left off; ranks go by the first one's."""
@@ -250,14 +253,18 @@ class _Figures:
         accepted = result.hits.cumprod(1).sum(0)
         self._depths += torch.stack([each.double() for each in (result.sums, result.expected, accepted)])
 
-    def result(
-        self, world: World, optimizer: Optimizer, num_pairs: torch.Tensor, grad_norm: torch.Tensor, started: float
-    ) -> StepResult:
-        """started: by time.perf_counter. Here, and nowhere before, the host waits for the device."""
-        num_depths = len(num_pairs)
-        of_all = torch.cat([grad_norm.double().view(1), num_pairs.double()])
-        host = torch.cat([of_all, self._loss, self._depths.flatten()]).cpu()
-        total = torch.cat([self._counts, host[len(of_all) :]])
+    def send(self, num_pairs: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """On their way to the host, behind what was launched so far and before what comes."""
+        of_all = [grad_norm.double().view(1), num_pairs.double()]
+        self._sent = torch.cat([*of_all, self._loss, self._depths.flatten()]).to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.current_stream(self._loss.device).record_event() if self._loss.is_cuda else None
+
+    def result(self, world: World, optimizer: Optimizer, started: float) -> StepResult:
+        """Of what was sent. Here, and nowhere before, the host waits for the device. started: by time.perf_counter."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        num_depths = self._depths.shape[1]
+        total = torch.cat([self._counts, self._sent[1 + num_depths :]])
         world.add_up(total)
         num_supervised, num_tokens = total[:2].tolist()
         drafted, loss, of_depths = total[2 : 2 + num_depths], total[2 + num_depths], total[3 + num_depths :]
@@ -265,13 +272,13 @@ class _Figures:
         return StepResult(
             step=optimizer.num_steps,
             loss=float(loss),
-            depth_losses=(losses / host[1 : 1 + num_depths]).tolist(),
+            depth_losses=(losses / self._sent[1 : 1 + num_depths]).tolist(),
             depth_acceptance=(expected / drafted.clamp(min=1)).tolist(),
             num_supervised=round(num_supervised),
             num_drafted=[round(count) for count in drafted.tolist()],
             num_accepted=[round(count) for count in accepted.tolist()],
             num_tokens=round(num_tokens),
-            grad_norm=float(host[0]),
+            grad_norm=float(self._sent[0]),
             learning_rate=optimizer.rate,
             seconds=time.perf_counter() - started,
         )

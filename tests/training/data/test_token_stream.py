@@ -49,6 +49,7 @@ def drain(stream: TokenStream, steps: int = 10**6) -> list[list[str]]:
     batches = []
     while not stream.is_exhausted() and len(batches) < steps:
         batch = stream.next_batch()
+        stream.look_ahead()
         stream.trained(batch)
         batches.append([row.sample_id for row in batch])
     return batches
@@ -112,6 +113,7 @@ def test_looking_ahead_changes_no_batch_and_reads_no_row_twice(forward: PackedFo
             assert ours.sample_id == theirs.sample_id
             assert torch.equal(ours.features.hidden.aux, theirs.features.hidden.aux)
         for stream in (ahead, plain):
+            stream.look_ahead()
             stream.trained([])
     assert ahead.is_exhausted()
     assert sum(calls) == 2 * NUM_ROWS

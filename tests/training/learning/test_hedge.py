@@ -41,7 +41,9 @@ def test_each_head_is_the_learner_of_its_rate(state, hedge: Hedge) -> None:
     for step in range(3):
         rows = state.rows(range(step, step + 4))
         results = [learner.step(rows) for learner in alone]
-        result = hedge.step(rows)
+        done: list[int] = []
+        result = hedge.step(rows, meanwhile=lambda done=done: done.append(hedge.num_steps))
+        assert done == [step + 1], "once, behind all heads"
         assert (result.loss, result.grad_norm) == (results[1].loss, results[1].grad_norm), "that of factor 1 is told"
     models = []
     for leading in range(3):

@@ -92,6 +92,20 @@ def test_gradients_that_are_not_finite_change_nothing(state) -> None:
     assert torch.isfinite(torch.tensor(learner.step(rows).loss))
 
 
+def test_what_is_done_meanwhile_comes_behind_the_step_and_before_its_figures(state) -> None:
+    rows = state.rows(range(2))
+    learner, alone = (from_scratch(state.target, state.config().trainer, rows) for _ in range(2))
+    seen: list[tuple[int, bool]] = []
+    before = learner.served().fc.weight.clone()
+
+    def look() -> None:
+        seen.append((learner.num_steps, torch.equal(learner.served().fc.weight, before)))
+
+    result, expected = learner.step(rows, rows, meanwhile=look), alone.step(rows, rows)
+    assert seen == [(1, False)]
+    assert (result.loss, result.grad_norm, result.num_drafted) == (expected.loss, expected.grad_norm, expected.num_drafted)
+
+
 def test_counts_of_a_step_are_positions_and_chains(state) -> None:
     rows = state.rows(range(2), num_prompt=6, num_generated=8)
     learner = from_scratch(state.target, state.config(trainer__learning_rate=3e-3).trainer, rows)

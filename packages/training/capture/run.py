@@ -7,6 +7,7 @@ Killed at any instant it goes on where it was: what is on disk is not made again
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -48,6 +49,7 @@ from training.reporting.bar import Bar
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 16  # of prompts in one forward, for each answer that is made at the same time
+NEW_OBJECTS = 100_000  # before Python looks for unreachable ones: with thousands of answers at a time it would do little else
 
 
 class Sink(Protocol):
@@ -205,7 +207,7 @@ class _Job:
             engine,
             self._tokenizer,
             seed=config.trainer.seed,
-            concurrency=config.answers.concurrency,
+            concurrency=config.answers.concurrency * 5 // 4,  # some wait, so that whatever ends is followed at once
             max_answer_tokens=config.answers.max_tokens,
             max_tokens=longest,
             capture=Switch.OFF,
@@ -215,10 +217,13 @@ class _Job:
         answers.skip(sink.is_known)
         self.made.found = answers.num_done
         engine.start()
+        threshold = gc.get_threshold()
+        gc.set_threshold(NEW_OBJECTS, *threshold[1:])
         try:
             with Bar(self._console, "answers") as bar:
                 self._take(answers, sink, bar)
         finally:
+            gc.set_threshold(*threshold)
             engine.stop()
 
     def _take(self, answers: Answers, sink: Sink, bar: Bar) -> None:

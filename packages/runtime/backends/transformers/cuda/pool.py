@@ -102,7 +102,7 @@ class PagedPool:
         for table, size in zip(tables, num_tokens, strict=True):
             self.blocks.reserve(table, size)
         if self.blocks.copies:
-            sources, targets = (torch.tensor(side, device=self.shape.device) for side in zip(*self.blocks.copies, strict=True))
+            sources, targets = send(np.array(self.blocks.copies, dtype=np.int64), self.shape.device).unbind(1)
             self.blocks.copies.clear()
             for plane in self._planes:
                 plane[:, targets] = plane[:, sources]
@@ -162,8 +162,8 @@ class PagedPool:
         """Block and offset of each position."""
         blocks = [table.blocks[position // BLOCK_TOKENS] for position in positions]
         offsets = [position % BLOCK_TOKENS for position in positions]
-        device = self.shape.device
-        return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
+        block, offset = send(np.array([blocks, offsets], dtype=np.int64), self.shape.device)
+        return block, offset
 
     def states_of(self, table: Table, first: int, end: int) -> torch.Tensor:
         """[end - first, 4H] what the forwards of these committed positions left behind; they must not be dropped."""

@@ -169,6 +169,7 @@ class Server:
         self.metrics.read_from(Sources(parts.engine, self.admission, parts.lifecycle.counts, parts.capture, divergences))
         prompts = Prompts(parts.tokenizer, parts.engine.info.max_positions)
         saved, ttl_s = SavedSessions(self.config.saved_sessions_path), self.config.sessions.ttl_s
+        await asyncio.to_thread(saved.remove_unfinished)
         load, compile_grammar = parts.lifecycle.load, parts.engine.grammars.new_state
         calls = SessionCalls(
             parts.engine, generations, prompts, saved, load, compile_grammar=compile_grammar, default_ttl_s=ttl_s

@@ -1,71 +1,117 @@
-"""Saved sessions by name, as directories under the server's state directory. What is in them is the engine's business."""
+"""Saved sessions by name, as directories under the server's state directory. What is in them is the engine's business.
+
+A session is written aside and renamed, and renamed away before it is removed: under its name it is whole or not there. What
+servers that died left aside, the next one to start removes. Methods may come from any thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from runtime.errors import InvalidRequest, SavedSessionRejected
-from runtime.files import temporary_directory
+from runtime.files import TEMPORARY_PREFIX, hold, locked, move_directory, temporary_directory
 from runtime.rpc.codec import SavedSession
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LOCK = ".lock"
 
 
 class SavedSessions:
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._names = threading.Lock()
         self._being_written: set[str] = set()
 
-    @contextmanager
-    def new(self, name: str) -> Iterator[Path]:
-        """Where to write a session of this name; nobody else gets the same place, or sees what is not finished.
-        SavedSessionRejected(SAVED_EXISTS), also while the first of two saves is being written."""
+    def remove_unfinished(self) -> None:
+        """What servers left that died while they saved or deleted; what a living one writes stays."""
+        if not self._root.is_dir():
+            return
+        with locked(self._root / _LOCK):
+            for aside in self._root.glob(f"{TEMPORARY_PREFIX}*"):
+                with contextlib.suppress(BlockingIOError), hold(aside / _LOCK):
+                    names = ", ".join(entry.name for entry in aside.iterdir() if entry.name != _LOCK) or "of no name yet"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    log.warning("saved session %s: a server died while it saved or deleted it; what was left is removed", names)
+
+    def save(self, name: str, write: Callable[[Path], object]) -> SavedSession:
+        """Have a session of this name written into a directory, which nobody sees before it is whole. SavedSessionRejected
+        (SAVED_EXISTS), also while the first of two saves is being written. Blocks, and goes on if nobody waits any more."""
         path = self._path(name)
+        with self._taken(name, path), self._aside() as aside:
+            write(aside / name)
+            try:
+                move_directory(aside / name, path)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                raise _exists(name) from None  # a server beside this one was quicker
+        return self.describe(name)
+
+    @contextmanager
+    def _taken(self, name: str, path: Path) -> Iterator[None]:
+        with self._names:
+            if name in self._being_written or path.exists():
+                raise _exists(name)
+            self._being_written.add(name)
         try:
-            path.mkdir(parents=True)  # only one of several at once makes it, in this server or in another one
-        except FileExistsError:
-            raise SavedSessionRejected(
-                "SAVED_EXISTS", f"A saved session {name!r} is there; delete it, or take another name."
-            ) from None
-        self._being_written.add(name)
-        try:
-            yield path
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)  # half of it is nothing
-            raise
+            yield
         finally:
             self._being_written.discard(name)
+
+    @contextmanager
+    def _aside(self) -> Iterator[Path]:
+        """A directory of its own, which no server that starts meanwhile takes for one that a dead server left."""
+        with ExitStack() as stack:
+            with locked(self._root / _LOCK):
+                aside = stack.enter_context(temporary_directory(self._root))
+                stack.enter_context(hold(aside / _LOCK))
+            yield aside
 
     def existing(self, name: str) -> Path:
         """SavedSessionRejected(SAVED_NOT_FOUND) if there is none yet."""
         path = self._path(name)
-        if name in self._being_written or not path.is_dir():
-            raise SavedSessionRejected("SAVED_NOT_FOUND", f"There is no saved session {name!r}; list them and name one of them.")
+        if not path.is_dir():
+            raise _not_found(name)
         return path
 
     def describe(self, name: str) -> SavedSession:
-        """Of one that is there, or has just been written."""
+        """SavedSessionRejected(SAVED_NOT_FOUND) if there is none, or none any more."""
         path = self._path(name)
-        num_bytes = sum(entry.stat().st_size for entry in path.iterdir())
-        return SavedSession(name, num_bytes, path.stat().st_mtime)
+        try:
+            num_bytes = sum(entry.stat().st_size for entry in path.iterdir())
+            return SavedSession(name, num_bytes, path.stat().st_mtime)
+        except FileNotFoundError:
+            raise _not_found(name) from None
 
     def list(self) -> list[SavedSession]:
         """By name."""
         if not self._root.is_dir():
             return []
-        names = {entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()}
-        return [self.describe(name) for name in sorted(names - self._being_written)]
+        found: list[SavedSession] = []
+        for name in sorted(entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()):
+            with contextlib.suppress(SavedSessionRejected):  # deleted meanwhile
+                found.append(self.describe(name))
+        return found
 
     def delete(self, name: str) -> None:
         """Out of sight first: a server that dies meanwhile leaves no half of it under its name."""
         path = self.existing(name)
-        with temporary_directory(self._root) as discarded:
-            os.rename(path, discarded / name)
+        with self._aside() as aside:
+            try:
+                os.rename(path, aside / name)
+            except FileNotFoundError:
+                raise _not_found(name) from None  # of two that delete it the second one
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
@@ -75,3 +121,11 @@ class SavedSessions:
                 "with a letter or a digit.",
             )
         return self._root / name
+
+
+def _exists(name: str) -> SavedSessionRejected:
+    return SavedSessionRejected("SAVED_EXISTS", f"A saved session {name!r} is there; delete it, or take another name.")
+
+
+def _not_found(name: str) -> SavedSessionRejected:
+    return SavedSessionRejected("SAVED_NOT_FOUND", f"There is no saved session {name!r}; list them and name one of them.")

@@ -105,9 +105,8 @@ class SessionCalls:
 
     async def save(self, request: pb.SaveSessionRequest, key: Key) -> pb.SavedSession:
         self._idle(request.session_id, key)
-        with self._saved.new(request.name) as directory:
-            await asyncio.to_thread(self._engine.save_session, request.session_id, directory)
-            return codec.saved_session_message(self._saved.describe(request.name))
+        write = partial(self._engine.save_session, request.session_id)
+        return codec.saved_session_message(await asyncio.to_thread(self._saved.save, request.name, write))
 
     async def restore(self, request: pb.RestoreSessionRequest, key: Key) -> pb.Session:
         directory = self._saved.existing(request.name)

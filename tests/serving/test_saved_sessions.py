@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,11 @@ from runtime.errors import DrafterNotFound, DrafterRejected, InvalidRequest, Sav
 from runtime.registry import Origin
 from runtime.rpc.client import RuntimeClient
 from runtime.rpc.drafters_client import DrafterClient
+from runtime.rpc.v1 import runtime_pb2 as pb
+from runtime.rpc.v1 import runtime_pb2_grpc
 from runtime.sessions import saved
 from runtime.types import CachePolicy, DrafterPolicy, HistoryTruncated, SamplingParams, SessionInfo, SessionOptions, Tokens
+from serving.saved_sessions import SavedSessions
 
 from .conftest import MakeDrafter, Running, StartServer, make_config, start, wait_for
 
@@ -172,6 +179,113 @@ def test_a_name_is_taken_from_the_moment_that_its_session_is_being_written(
     assert [one.name for one in client.list_saved_sessions()] == ["twice"]
     assert client.restore_session("twice").history_length == first.history_length
     client.delete_saved_session("twice")
+
+
+def test_a_caller_who_leaves_takes_no_half_of_a_session_along(
+    running: Running, client: RuntimeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_finish = threading.Event(), threading.Event()
+    write = saved.write
+
+    def slow(directory: Path, record: saved.SavedSession) -> None:
+        writing.set()
+        assert may_finish.wait(60)
+        write(directory, record)
+
+    monkeypatch.setattr(saved, "write", slow)
+    session = open_with(client)
+    with grpc.insecure_channel(running.ready.grpc) as channel:
+        request = pb.SaveSessionRequest(session_id=session.session_id, name="left")
+        call = runtime_pb2_grpc.RuntimeServiceStub(channel).SaveSession.future(request)
+        assert writing.wait(60)
+        call.cancel()
+        client.list_saved_sessions()  # behind the cancellation
+        may_finish.set()
+        wait_for(lambda: client.get_session(session.session_id).state == "idle")
+    wait_for(lambda: [one.name for one in client.list_saved_sessions()] == ["left"])
+    assert client.restore_session("left").history_length == session.history_length
+    client.delete_saved_session("left")
+
+
+DIES_WHILE_IT_SAVES = """
+import sys, time
+from pathlib import Path
+from serving.saved_sessions import SavedSessions
+
+def write(directory):
+    directory.mkdir()
+    (directory / "tensors-0.safetensors").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(600)
+
+SavedSessions(Path(sys.argv[1])).save("rivers", write)
+"""
+
+
+def whole(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "session.json").write_text("{}")
+
+
+def test_what_a_killed_server_had_not_finished_is_unseen_and_removed_by_the_next(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path / "state")
+    root = config.saved_sessions_path
+    here = SavedSessions(root)
+    command = [sys.executable, "-c", DIES_WHILE_IT_SAVES, str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert here.list() == []
+        here.remove_unfinished()
+        assert [*root.glob(".tmp-*/rivers")], "it lives, and will go on"
+        process.send_signal(signal.SIGKILL)
+    here.save("lakes", whole)
+    assert [one.name for one in here.list()] == ["lakes"]
+    with caplog.at_level(logging.WARNING):
+        running = start(config)
+    assert "saved session rivers: a server died" in caplog.text
+    assert sorted(path.name for path in root.iterdir()) == [".lock", "lakes"]
+    with running.client() as client:
+        session = open_with(client)
+        client.save_session(session.session_id, "rivers")
+        assert client.restore_session("rivers").history_length == session.history_length
+    running.stop()
+    running.ended.result(timeout=30)
+
+
+def test_of_two_servers_that_save_one_name_the_first_to_finish_has_it(tmp_path: Path) -> None:
+    here, beside = SavedSessions(tmp_path), SavedSessions(tmp_path)
+
+    def slow(directory: Path) -> None:
+        beside.save("rivers", whole)
+        directory.mkdir()
+        (directory / "late").touch()
+
+    with pytest.raises(SavedSessionRejected) as refused:
+        here.save("rivers", slow)
+    assert refused.value.reason == "SAVED_EXISTS"
+    assert [path.name for path in (tmp_path / "rivers").iterdir()] == ["session.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "rivers"]
+
+
+def test_of_two_that_delete_one_name_the_second_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = SavedSessions(tmp_path)
+    sessions.save("rivers", whole)
+    existing = sessions.existing
+
+    def overtaken(name: str) -> Path:
+        path = existing(name)
+        monkeypatch.undo()
+        sessions.delete(name)
+        return path
+
+    monkeypatch.setattr(sessions, "existing", overtaken)
+    with pytest.raises(SavedSessionRejected) as refused:
+        sessions.delete("rivers")
+    assert refused.value.reason == "SAVED_NOT_FOUND"
+    assert sessions.list() == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a" * 65, "a b", "\u00e4", "a\0"])

@@ -169,9 +169,10 @@ class SpeculationStats:
         self.drafted_per_position = _sums(self.drafted_per_position, other.drafted_per_position)
         self.accepted_per_position = _sums(self.accepted_per_position, other.accepted_per_position)
 
-    def record(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
-        """Count one verification step. depth: of a drafted tree; None: a chain's, which is num_drafted."""
-        self.num_steps += 1
+    def record(self, num_drafted: int, num_accepted: int, depth: int | None = None, num_steps: int = 1) -> None:
+        """Count one verification step, or several without a draft. depth: of a drafted tree; None: a chain's, which is
+        num_drafted."""
+        self.num_steps += num_steps
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         depth = num_drafted if depth is None else depth
@@ -285,6 +286,7 @@ class Tokens:
     text: str  # what became safe to show: lags the ids while a character or a possible stop string is incomplete
     logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
     drafted: tuple[bool, ...]  # per token: came from an accepted draft
+    is_prefills: bool = False  # the token came with what read the prompt: of no verification step. Told within the process only
 
 
 @dataclass(frozen=True)

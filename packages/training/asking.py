@@ -32,6 +32,7 @@ class Answer(Generic[Asked]):
     session_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)  # per token: proposed by the drafter, and accepted
+    prefilled: list[int] = field(default_factory=list)  # places of tokens that are of no verification step
     done: Done = field(init=False)
     seconds: float = 0.0  # from asking to the end, beside others
 
@@ -72,6 +73,8 @@ def _listener(answer: Answer[Asked], put: Callable[[Answer[Asked] | Exception], 
 
     def on_event(event: Event) -> None:
         if isinstance(event, Tokens):
+            if event.is_prefills:
+                answer.prefilled.append(len(answer.token_ids))
             answer.token_ids += event.token_ids
             answer.drafted += event.drafted
         elif isinstance(event, Failed):

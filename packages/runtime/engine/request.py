@@ -127,10 +127,11 @@ class Request:
         length = len(self.session.history)
         self.emit(Started(self._request_id, self.session.id, drafter_version, target_fingerprint, length))
 
-    def take(self, verdict: Verdict, logits: torch.Tensor) -> int:
-        """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified."""
+    def take(self, verdict: Verdict, logits: torch.Tensor, is_prefills: bool = False) -> int:
+        """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified.
+        is_prefills: it is the one token behind what was just read."""
         if self._is_only_ids:
-            return self._take_ids(verdict)
+            return self._take_ids(verdict, is_prefills)
         taken: list[int] = []
         text = ""
         for token_id in verdict.token_ids:
@@ -143,10 +144,11 @@ class Request:
                 break
         if self.finish_reason is not None:
             text += self._finish_text()
-        self.emit(Tokens(tuple(taken), text, self._logprobs(logits, verdict, taken), _drafted(verdict, len(taken))))
+        logprobs = self._logprobs(logits, verdict, taken)
+        self.emit(Tokens(tuple(taken), text, logprobs, _drafted(verdict, len(taken)), is_prefills))
         return len(taken)
 
-    def _take_ids(self, verdict: Verdict) -> int:
+    def _take_ids(self, verdict: Verdict, is_prefills: bool) -> int:
         """The same, where no text is made of them and no token changes how the next one is picked."""
         taken = verdict.token_ids[: self.num_remaining]
         if not self._end_token_ids.isdisjoint(taken):
@@ -157,7 +159,7 @@ class Request:
             self.finish_reason = "length"
         self.session.history += taken
         self.num_emitted += len(taken)
-        self.emit(Tokens(tuple(taken), "", (), _drafted(verdict, len(taken))))
+        self.emit(Tokens(tuple(taken), "", (), _drafted(verdict, len(taken)), is_prefills))
         return len(taken)
 
     def ends_within(self, token_ids: Sequence[int]) -> bool:

@@ -203,7 +203,7 @@ class Stepper:
                 request.fail(error)
                 return
             self.drafting.record(work, verdict.path)
-            num_taken = request.take(verdict, output.logits)
+            num_taken = request.take(verdict, output.logits, is_prefills=not work.is_decode)
             path = verdict.path[:num_taken]
             self._count(work, num_taken, len(path))
         rows = work.rows(path)
@@ -275,7 +275,8 @@ class Stepper:
             num_taken = request.take(outcome.verdict, _NO_LOGITS)
             num_rows = min(num_taken + 1, outcome.num_rows)  # K/V of the last one taken is there too, unless it is pending
             fused.record(outcome)
-            self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted))
+            num_steps = 1 if work.shape.depth else num_taken
+            self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted), num_steps)
         hidden = outcome.hidden
         if num_rows < outcome.num_rows:
             self._target.truncate(session.cache, session.cached + num_rows)
@@ -285,14 +286,14 @@ class Stepper:
         if request.is_ending:
             self._end(request)
 
-    def _count(self, work: Work, num_taken: int, num_accepted: int) -> None:
+    def _count(self, work: Work, num_taken: int, num_accepted: int, num_steps: int = 1) -> None:
         self._stats.generation_tokens += num_taken
         if not work.is_decode:
             return
         num_drafted, depth = len(work.draft.token_ids), work.draft.depth
-        work.request.speculation.record(num_drafted, num_accepted, depth)
+        work.request.speculation.record(num_drafted, num_accepted, depth, num_steps)
         if work.drafter is not None:
-            self._stats.for_version(work.drafter.version).record(num_drafted, num_accepted, depth)
+            self._stats.for_version(work.drafter.version).record(num_drafted, num_accepted, depth, num_steps)
 
     def _finish(self, request: Request) -> None:
         """Nothing more is computed for the turn: close its text, offer it to the tap."""

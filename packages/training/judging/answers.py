@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question answered. steps: drafts accepted by each verification; the first token is the prompt's own, of no step."""
+    """One question answered. steps: drafts accepted by each verification."""
 
     drafter: str
     shape: str
@@ -57,6 +57,9 @@ class Answer:
     accepted_per_position: list[int]
     drafted_per_position: list[int]
     seconds: float  # from asking to the end, beside others
+    prefilled: list[int] = field(
+        default_factory=lambda: [0]
+    )  # places of tokens of no step: as a rule the prompt's own, the first
 
     @property
     def key(self) -> tuple[Pass, str, str]:
@@ -64,9 +67,10 @@ class Answer:
 
     def upto(self, length: int) -> tuple[int, int]:
         """(verification steps, accepted drafts) of the first `length` tokens, as if no more had been asked for."""
-        place = 1  # of the step's first token
-        num_steps = num_accepted = 0
+        place = num_steps = num_accepted = 0  # place: of the step's first token
         for accepted in self.steps:
+            while place in self.prefilled:
+                place += 1
             if place >= length:
                 break
             num_steps += 1
@@ -81,15 +85,19 @@ class Answer:
         return len(grams) - len(set(grams)), len(grams)
 
 
-def steps_of(drafted: Sequence[bool]) -> list[int]:
-    """Accepted drafts of each step, from which tokens of an answer were drafted: a step is its accepted drafts and one token
-    that was not drafted, which the last step may lack.
+def steps_of(drafted: Sequence[bool], prefilled: Sequence[int] = (0,)) -> list[int]:
+    """Accepted drafts of each step, from which tokens of an answer were drafted, and which came with a prefill: a step is its
+    accepted drafts and one token that was not drafted, which the last step may lack.
 
         prompt's own | drafted drafted own | own | drafted          steps 2, 0, 1
+
+    An answer may begin with a step: where a prompt's last token was all that was left to read, it is drafted behind it.
     """
     steps: list[int] = []
     accepted = 0
-    for is_draft in drafted[1:]:
+    for place, is_draft in enumerate(drafted):
+        if place in prefilled:
+            continue
         if is_draft:
             accepted += 1
         else:
@@ -169,8 +177,8 @@ class Asker:
 
 
 def _counted(under: Pass, answer: asking.Answer[Question]) -> Answer:
-    counted, steps = answer.done.speculation, steps_of(answer.drafted)
-    # Without a drafter there is a step for each token but the first; the engine counts these too.
+    counted, steps = answer.done.speculation, steps_of(answer.drafted, answer.prefilled)
+    # Without a drafter there is a step for each token but what came with a prefill; the engine counts these too.
     is_same = (len(steps), sum(steps)) == (counted.num_steps, counted.num_accepted)
     assert is_same, f"{len(steps)} steps accepted {sum(steps)} drafts, and the engine counted {counted}"
     return Answer(
@@ -184,4 +192,5 @@ def _counted(under: Pass, answer: asking.Answer[Question]) -> Answer:
         accepted_per_position=counted.accepted_per_position,
         drafted_per_position=counted.drafted_per_position,
         seconds=round(answer.seconds, 4),
+        prefilled=answer.prefilled,
     )

@@ -204,7 +204,7 @@ class _Evaluation:
             self._num_made += 1
             self._num_tokens_made += len(answer.token_ids)
             num_tokens += len(answer.token_ids)
-            num_steps += len(answer.steps) + 1
+            num_steps += len(answer.steps) + len(answer.prefilled)
             rate = f"{num_tokens / (time.monotonic() - began):.0f} tokens/s, {num_tokens / num_steps:.2f} a step"
             show(f"{work.under.words}: {rate}")
 

@@ -382,8 +382,8 @@ def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
             engine.append(session_ids[-1], prompt)
             listeners.append(Listener())
             engine.generate(session_ids[-1], params, on_event=listeners[-1])
-        for listener in listeners:
-            listener.wait()
+        done = [listener.wait() for listener in listeners]
+        assert [each.speculation.num_steps for each in done] == [29 if engine is general else 30] * len(done)
         engine.append(session_ids[3], [7, 8, 9])
         listeners.append(Listener())
         engine.generate(session_ids[3], kinds[3], on_event=listeners[-1])

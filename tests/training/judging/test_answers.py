@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ Y, N = True, False
 )
 def test_steps_are_read_off_what_was_drafted(drafted: list[bool], steps: list[int]) -> None:
     assert steps_of(drafted) == steps
+
+
+def test_an_answer_may_begin_with_a_step_and_have_a_prefill_in_its_middle() -> None:
+    """d own | own | d d own || the history was read again | own"""
+    drafted, prefilled = [Y, N, N, Y, Y, N, N, N], [6]
+    steps = steps_of(drafted, prefilled)
+    assert steps == [1, 0, 2, 0]
+    answer = Answer("d", "chain-3", 0.0, "s", "q", list(range(8)), steps, [], [], 0.1, prefilled)
+    assert [answer.upto(length) for length in (1, 2, 3, 5, 6, 7, 8)] == [
+        (1, 1), (1, 1), (2, 1), (3, 3), (3, 3), (3, 3), (4, 3)
+    ]  # fmt: skip
 
 
 def make_answer(token_ids: list[int], steps: list[int], question: str = "q") -> Answer:
@@ -92,14 +104,18 @@ def test_a_line_that_is_no_answer_is_named(tmp_path: Path, damage: str) -> None:
 QUESTIONS = [Question("s", str(number), "c", (3 + number, 40, 9, 40, 9, 40)) for number in range(6)]
 
 
-def answers_of(state, under: Pass, max_tokens: int, concurrency: int = 4) -> list[Answer]:
+def answers_of(
+    state, under: Pass, max_tokens: int, concurrency: int = 4, chunk_tokens: int = 256, questions: Sequence[Question] = QUESTIONS
+) -> list[Answer]:
     target = load_target(BackendConfig(num_threads=1), ModelConfig(name=str(state.model.path)), state.model)
-    sessions = SessionsConfig(max_sessions=concurrency, max_batch_sessions=concurrency, prefix_reuse=False)
+    sessions = SessionsConfig(
+        max_sessions=concurrency, max_batch_sessions=concurrency, prefix_reuse=False, prefill_chunk_tokens=chunk_tokens
+    )
     engine = LocalEngine(target, NgramDrafter(), Tokenizer.load(state.model.path), speculation_of("chain-3"), sessions)
     engine.start()
     try:
         asker = Asker(engine, max_tokens, concurrency, 0, threading.Event())
-        return sorted(asker.ask(under, QUESTIONS), key=lambda answer: answer.question)
+        return sorted(asker.ask(under, questions), key=lambda answer: answer.question)
     finally:
         engine.stop()
 
@@ -114,6 +130,18 @@ def test_figures_of_a_beginning_are_those_of_a_shorter_answer(state, temperature
         for whole, short in zip(long, answers_of(state, under, length), strict=True):
             assert short.token_ids == whole.token_ids[:length]
             assert (len(short.steps), sum(short.steps)) == whole.upto(length)
+
+
+def test_a_prompt_whose_last_piece_is_one_token_is_drafted_behind_at_once(state) -> None:
+    """In pieces of 16 its last token is left alone: it is pending like any token of an answer."""
+    questions = [Question("s", str(number), "c", (number, *(40, 9) * 8)) for number in range(4)]
+    under = Pass("ngram", "chain-3", 0.0)
+    pieces, whole = (answers_of(state, under, 24, 1, chunk, questions) for chunk in (16, 256))
+    assert [answer.token_ids for answer in pieces] == [answer.token_ids for answer in whole]
+    assert [answer.prefilled for answer in pieces] == [[]] * 4
+    assert [answer.prefilled for answer in whole] == [[0]] * 4
+    for answer in pieces:
+        assert answer.upto(100) == (len(answer.steps), sum(answer.steps))
 
 
 def test_answers_do_not_depend_on_who_is_asked_beside(state) -> None:

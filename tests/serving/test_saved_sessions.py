@@ -185,14 +185,15 @@ def test_a_caller_who_leaves_takes_no_half_of_a_session_along(
     running: Running, client: RuntimeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, may_finish = threading.Event(), threading.Event()
-    write = saved.write
+    write_atomic = saved.write_atomic
 
-    def slow(directory: Path, record: saved.SavedSession) -> None:
-        writing.set()
-        assert may_finish.wait(60)
-        write(directory, record)
+    def slow(path: Path, data: bytes) -> None:
+        if path.name == saved.RECORD:  # its tensors are there
+            writing.set()
+            assert may_finish.wait(60)
+        write_atomic(path, data)
 
-    monkeypatch.setattr(saved, "write", slow)
+    monkeypatch.setattr(saved, "write_atomic", slow)
     session = open_with(client)
     with grpc.insecure_channel(running.ready.grpc) as channel:
         request = pb.SaveSessionRequest(session_id=session.session_id, name="left")

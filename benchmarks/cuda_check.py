@@ -30,8 +30,8 @@ from typing import Any
 
 import machine
 import torch
-from engine import LIMITS, say
-from engine_arms import Oracle, Served, StaticSteps, read_plain
+from engine import say
+from engine_arms import Served, StaticSteps, read_plain
 from engine_sections import turns
 from engine_tables import table
 from prompts import read as read_prompts
@@ -41,6 +41,7 @@ from runtime.config import BackendConfig, DrafterConfig, ModelConfig, Speculatio
 from runtime.engine.fused import Fuses
 from runtime.errors import SlipstreamError
 from runtime.models import Tokenizer, resolve
+from training.judging.oracle import LIMITS, Oracle
 
 PARTS = ("tests", "steps", "baselines", "sampled", "many", "tiles")
 NO_STEPS = "whole steps on the device need a CUDA device and a model that its kernels know"

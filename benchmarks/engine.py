@@ -33,7 +33,7 @@ import engine_sections
 import engine_tables
 import machine
 import torch
-from engine_arms import Arm, HfGenerate, HfStatic, Oracle, Ours, Served, read_plain
+from engine_arms import Arm, HfGenerate, HfStatic, Ours, Served, read_plain
 from engine_sections import Encoded
 from prompts import read as read_prompts
 from transformers.utils import logging as transformers_logging
@@ -52,9 +52,9 @@ from runtime.config import (
 from runtime.errors import SlipstreamError
 from runtime.models import ResolvedModel, Tokenizer, resolve
 from runtime.threads import give_back_team
+from training.judging.oracle import LIMITS, Oracle
 
 SECTIONS = ("single", "equality", "forward", "batch", "never", "flat")
-LIMITS = {"float32": 1e-3, "bfloat16": 0.4}  # how far below the best float32 logit an emitted token may lie
 DEPTHS = (0, 1, 3, 5, 7)
 PLAIN, CHAIN = "ours, plain", "ours, chain of 5"
 WAYS: dict[str, dict[str, Any]] = {PLAIN: {"speculate": False}, CHAIN: {"max_draft_tokens": 5}}

@@ -1,7 +1,6 @@
 """Ways to decode, side by side: Hugging Face's own and our engine's. Each answers a prompt greedily and says how long it took.
 
-An answer ends at an end-of-sequence token or at `max_tokens`, in every arm alike. `Oracle` says of each token of an answer how
-far it was from the best one, in float32, whatever the arm computed in.
+An answer ends at an end-of-sequence token or at `max_tokens`, in every arm alike.
 """
 
 from __future__ import annotations
@@ -262,21 +261,3 @@ class Ours:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         return self._served.run([prompt], 1, max_tokens, **self._fields)[0]
-
-
-class Oracle:
-    """The plain model in float32: how far below the best logit each token of an answer lies."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._known: dict[tuple[int, ...], list[float]] = {}
-
-    @torch.inference_mode()
-    def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        text = (*prompt, *token_ids)
-        if text not in self._known:
-            ids = torch.tensor([text], device=self._model.device)
-            logits = self._model(ids[:, :-1], logits_to_keep=len(token_ids)).logits[0].float()  # [n, V]
-            chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-            self._known[text] = (logits.max(dim=1).values - chosen).tolist()
-        return self._known[text]

@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from engine_arms import Answer, Arm, Oracle, Served
+from engine_arms import Answer, Arm, Served
 
 from runtime.backends.base import Segment, Target
+from training.judging.oracle import Oracle
 
 Row = dict[str, Any]
 Say = Callable[[str], None]

@@ -12,11 +12,12 @@ import engine_sections
 import engine_tables
 import pytest
 import torch
-from engine_arms import Answer, HfGenerate, HfStatic, Oracle, Ours, Served, read_plain
+from engine_arms import Answer, HfGenerate, HfStatic, Ours, Served, read_plain
 from engine_sections import Encoded
 
 from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SpeculationConfig
 from runtime.models import resolve
+from training.judging.oracle import Oracle
 
 DOMAINS = ("chat", "math", "code")
 

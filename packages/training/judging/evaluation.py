@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from rich.console import Console
 from runtime import machine
 from runtime.backends import load_target
 from runtime.backends.base import Target
-from runtime.config import SessionsConfig, require
+from runtime.backends.transformers.loading import read_weights
+from runtime.config import Numerics, SessionsConfig, require
 from runtime.configuration import provenance
+from runtime.devices import choose_device
 from runtime.drafters.none import NoDrafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError
@@ -43,6 +45,7 @@ from training.judging.config import EvaluateConfig, speculation_of
 from training.judging.drafters import Candidate, as_served, find
 from training.judging.figures import Found, Resampling
 from training.judging.lossless import Deviation, deviations, plain
+from training.judging.oracle import LIMITS, Oracle
 from training.judging.questions import Question, Suite, read_suites
 from training.learning.start import AUTO
 from training.learning.target_weights import load_target_weights
@@ -149,6 +152,7 @@ class _Evaluation:
             for shape in self._settings.shapes:
                 if not self._stop.is_set():
                     self._run_shape(shape, lambda said: bar.show(done + self._num_made, total, said))
+                    self._compare(shape)
         self._seconds = time.monotonic() - began
 
     def _run_shape(self, shape: str, show: Callable[[str], None]) -> None:
@@ -161,7 +165,6 @@ class _Evaluation:
                 if work.candidate is not None and engine.drafter_version != work.candidate.version:
                     engine.swap_drafter(work.candidate.load(target))
                 self._ask(asker, work, show)
-            self._compare(engine, shape)
         finally:
             engine.stop()
 
@@ -208,11 +211,17 @@ class _Evaluation:
             rate = f"{num_tokens / (time.monotonic() - began):.0f} tokens/s, {num_tokens / num_steps:.2f} a step"
             show(f"{work.under.words}: {rate}")
 
-    def _compare(self, engine: LocalEngine, shape: str) -> None:
+    @cached_property
+    def _oracle(self) -> Oracle:
+        return Oracle(read_weights(self._resolved, torch.float32, choose_device(self._config.model.device)).train(False))
+
+    def _compare(self, shape: str) -> None:
+        is_exact = self._config.backend.numerics is Numerics.INVARIANT
         for candidate in self._candidates:
             if not self._stop.is_set():
                 under = Pass(candidate.version, shape, 0.0)
-                compared, found = deviations(engine, under, self._sample, self._log.answers)
+                limit = 0.0 if is_exact else LIMITS[self._model["dtype"]]
+                compared, found = deviations(lambda: self._oracle, limit, under, self._sample, self._log.answers)
                 self._num_compared += compared
                 self._deviations += found
 

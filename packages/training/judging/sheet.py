@@ -92,7 +92,8 @@ def _losslessness(result: Mapping[str, Any]) -> str:
         kind = "nearly a tie" if each["is_near_tie"] else "NO TIE"
         text += (
             f"\n- {each['suite']}/{each['question']} with {each['drafter']}, {each['shape']}: token {each['place']} is "
-            f"{each['drafted']} and not {each['plain']}, logits {gap} apart ({kind})"
+            f"{each['drafted']} and not {each['plain']}, in float32 up to {gap} below the best logit, and no token of the answer "
+            f"more than {each['largest_gap']:.2g} ({kind})"
         )
     return text
 

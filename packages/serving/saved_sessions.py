@@ -50,13 +50,14 @@ class SavedSessions:
         path = self._path(name)
         with self._taken(name, path), self._aside() as aside:
             write(aside / name)
+            saved = _described(aside / name)  # now: once it is in sight, somebody may delete it
             try:
                 move_directory(aside / name, path)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
                 raise _exists(name) from None  # a server beside this one was quicker
-        return self.describe(name)
+        return saved
 
     @contextmanager
     def _taken(self, name: str, path: Path) -> Iterator[None]:
@@ -85,23 +86,14 @@ class SavedSessions:
             raise _not_found(name)
         return path
 
-    def describe(self, name: str) -> SavedSession:
-        """SavedSessionRejected(SAVED_NOT_FOUND) if there is none, or none any more."""
-        path = self._path(name)
-        try:
-            num_bytes = sum(entry.stat().st_size for entry in path.iterdir())
-            return SavedSession(name, num_bytes, path.stat().st_mtime)
-        except FileNotFoundError:
-            raise _not_found(name) from None
-
     def list(self) -> list[SavedSession]:
         """By name."""
         if not self._root.is_dir():
             return []
         found: list[SavedSession] = []
         for name in sorted(entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()):
-            with contextlib.suppress(SavedSessionRejected):  # deleted meanwhile
-                found.append(self.describe(name))
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                found.append(_described(self._root / name))
         return found
 
     def delete(self, name: str) -> None:
@@ -121,6 +113,11 @@ class SavedSessions:
                 "with a letter or a digit.",
             )
         return self._root / name
+
+
+def _described(path: Path) -> SavedSession:
+    num_bytes = sum(entry.stat().st_size for entry in path.iterdir())
+    return SavedSession(path.name, num_bytes, path.stat().st_mtime)
 
 
 def _exists(name: str) -> SavedSessionRejected:

@@ -78,24 +78,29 @@ class TokenShards:
         for leftover in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
             leftover.unlink()
         files = sorted((path for path in self.directory.iterdir() if SHARD.fullmatch(path.name)), key=_number)
-        if (self.directory / MANIFEST).exists():
-            manifest = read_manifest(self.directory)
-            before = manifest["origin"]
-            for shard in manifest["shards"]:  # rows of one that is gone are made again; one that was changed stays no secret
-                if (self.directory / shard["file"]).exists():
-                    _check(self.directory, shard)
-            for name in sorted(before.keys() | self._origin.keys()):
-                if before.get(name) != self._origin.get(name):
-                    raise ConfigError(
-                        f"{self.directory} holds rows made with {name} {before.get(name)!r}, and now it is "
-                        f"{self._origin.get(name)!r}; keep what it was, or give another answers.directory."
-                    )
-        elif files:
+        manifest = read_manifest(self.directory) if (self.directory / MANIFEST).exists() else None
+        if manifest is None and files:
             raise ConfigError(f"{self.directory} holds shards and no {MANIFEST}; give another directory.")
-        else:
+        if manifest is None or not (files or manifest["shards"]):  # no row yet, whatever another maker was about to make
             self._write_manifest()
+        else:
+            self._hold_against(manifest)
         for path in files:
             self._enter(path, read_shard(path))
+
+    def _hold_against(self, manifest: Mapping[str, Any]) -> None:
+        """ConfigError if rows that are there have another origin, or were changed. Rows of a missing shard are made again."""
+        for shard in manifest["shards"]:
+            if (self.directory / shard["file"]).exists():
+                _check(self.directory, shard)
+        before = manifest["origin"]
+        for name in sorted(before.keys() | self._origin.keys()):
+            if before.get(name) != self._origin.get(name):
+                raise ConfigError(
+                    f"{self.directory} holds rows made with {name} {before.get(name)!r}, and now it is "
+                    f"{self._origin.get(name)!r}; keep what it was, or give another answers.directory (data.corpus adds up "
+                    "several)."
+                )
 
     def _enter(self, path: Path, corpus: Corpus) -> None:
         temperatures = Counter(f"{value:g}" for value in corpus.temperatures.tolist())
@@ -182,6 +187,8 @@ def directories_of(setting: str, given: str) -> list[Path]:
     if (path / MANIFEST).is_file():
         return [path]
     if path.is_dir():
+        if any(SHARD.fullmatch(each.name) for each in path.iterdir()):
+            raise ConfigError(f"{setting} is {given!r}, which holds shards and no {MANIFEST}; complete it, or give another one.")
         found = [each for each in path.iterdir() if each.suffix == ".jsonl" or (each.is_dir() and each.name[0] != ".")]
     elif not path.exists() and glob.has_magic(given):
         found = [Path(name) for name in glob.glob(str(path))]
@@ -227,8 +234,13 @@ def _number(path: Path) -> int:
 def _check(directory: Path, shard: Mapping[str, str]) -> Path:
     """Where the shard lies. ConfigError if it is missing or changed."""
     path = directory / shard["file"]
-    if not path.is_file() or sha256_of(path) != shard["sha256"]:
-        raise ConfigError(f"Shard {path} is not what its manifest says; restore it, or make the directory anew.")
+    if not path.is_file():
+        raise ConfigError(f"Shard {path} is missing; restore it, or have the mode=capture that made it make its rows again.")
+    if sha256_of(path) != shard["sha256"]:
+        raise ConfigError(
+            f"Shard {path} is not what its manifest says; restore it, or delete it and have the mode=capture that made it make "
+            "its rows again."
+        )
     return path
 
 

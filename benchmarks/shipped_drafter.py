@@ -22,6 +22,7 @@ import argparse
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -161,7 +162,7 @@ class Maker:
 
     def _run(self, mode: str, *overrides: str) -> None:
         told = [f"mode={mode}", f"model={self._given.model}", f"state_dir={self._work}", *overrides, *self._given.overrides]
-        print("python -m training " + " ".join(told), flush=True)
+        print("python -m training " + shlex.join(told), flush=True)
         process = subprocess.Popen([sys.executable, "-m", "training", *told])
         while process.poll() is None:
             try:

@@ -111,24 +111,21 @@ class _HeadLoss(torch.autograd.Function):
         visits_all = visits_all_pairs(unrolled)
         block = CUDA_TEACHER_BLOCK if visits_all else TEACHER_BLOCK
         cast_head = head.to(unrolled.dtype)
-        states = unrolled[pairs.at]
         figures = PairFigures(torch.zeros_like(weights), torch.zeros_like(weights), torch.full_like(pairs.at, -1))
-        d_states, d_head = torch.zeros_like(states), torch.zeros_like(head)
+        d_unrolled, d_head = torch.zeros_like(unrolled), torch.zeros_like(head)
         taught_by = (pairs.rows + pairs.depths) % block  # [N] row of the teacher's block
-        weights_N1 = weights[:, None].to(states.dtype)
+        weights_N1 = weights[:, None].to(unrolled.dtype)
         for number, span in enumerate(pairs.blocks(block)):
             rows = slice(number * block, (number + 1) * block)
             n = span if visits_all else kept[span].nonzero().flatten() + span.start
-            states_n = states[n]
-            if not len(states_n):
+            at_n = pairs.at[n]
+            if not len(at_n):
                 continue
+            states_n = unrolled[at_n]
             logits, targets = product(states_n, cast_head), product(lesson.last[rows], lesson.head)
-            gradient = _pair_gradients(logits, targets, taught_by[n], lesson.log_z[rows], aim, states.dtype, figures, n)
-            if visits_all:
-                torch.mm(gradient, cast_head, out=d_states[n])
-            else:
-                d_states[n] = gradient @ cast_head
-            states_n = states_n * weights_N1[n]
+            gradient = _pair_gradients(logits, targets, taught_by[n], lesson.log_z[rows], aim, unrolled.dtype, figures, n)
+            d_unrolled[at_n] = (gradient @ cast_head).mul_(weights_N1[n])
+            states_n = states_n.mul_(weights_N1[n])
             if gradient.dtype == d_head.dtype:
                 d_head.addmm_(gradient.T, states_n)
             else:
@@ -136,8 +133,6 @@ class _HeadLoss(torch.autograd.Function):
         losses, alphas, drafts = figures.losses, figures.alphas, figures.drafts
         if visits_all:
             losses, alphas = losses.masked_fill_(~kept, 0.0), alphas.masked_fill_(~kept, 0.0)
-        d_unrolled = torch.empty_like(states)
-        d_unrolled[pairs.at] = d_states.mul_(weights_N1)
         ctx.save_for_backward(d_unrolled, d_head)
         ctx.mark_non_differentiable(losses, alphas, drafts)
         return torch.dot(losses, weights), losses, alphas, drafts

@@ -9,7 +9,8 @@ at the tokens of one step, the device makes the next: who turns out to have ende
 
 Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
 step. Stops and length limits cut what was emitted, as there. With very many sessions and nobody drafting, several steps are
-launched in a row and looked at together: there it is the host that takes the time.
+launched in a row and looked at together: there it is the host that takes the time. Where nobody waits for single tokens
+(`sessions.patient`), prompts are read up to their last token behind the row that is under way, and the next row begins with it.
 """
 
 from __future__ import annotations
@@ -239,10 +240,7 @@ class FusedSteps:
 
     def _has_room(self, work: Work, num_new: int) -> bool:
         """Whether another step stays within the model's positions, so many tokens from now."""
-        return self._room(work, num_new) > self._decoder.max_depth
-
-    def _room(self, work: Work, num_new: int) -> int:
-        return self._info.max_positions - len(work.request.session.history) - num_new
+        return self._info.max_positions - len(work.request.session.history) - num_new > self._decoder.max_depth
 
     def _drafter_for(self, request: Request) -> Drafter | None:
         if not self._decoder.max_depth:  # as the settings have it
@@ -296,6 +294,8 @@ class FusedSteps:
     def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:
         """Those that draft, and how deep, and those that do not. The pacer says it; here all drafts are chains, and those that
         draft share the greatest depth."""
+        if not self._decoder.max_depth:
+            return [(list(works), 0)] if works else []
         drafting: list[Work] = []
         for work in works:
             work.drafter = self._drafter_for(work.request)
@@ -330,9 +330,9 @@ class FusedSteps:
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
         num = min(most, int((PATIENT_SECONDS if self.is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
         num_new = [len(new.get(id(work.request), ())) for work in works]
-        of_use = max(work.request.num_remaining - num_of_it for work, num_of_it in zip(works, num_new, strict=True))
-        room = min(self._room(work, num_of_it) for work, num_of_it in zip(works, num_new, strict=True))
-        return max(min(num, of_use, room), 1)
+        of_use = max(work.request.num_remaining - more for work, more in zip(works, num_new, strict=True))
+        longest = max(len(work.request.session.history) + more for work, more in zip(works, num_new, strict=True))
+        return max(min(num, of_use, self._info.max_positions - longest), 1)
 
     def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:
         """The end of a step, for those of these that are in it, with the cache that they had when it began."""

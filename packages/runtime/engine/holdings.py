@@ -224,12 +224,14 @@ class Holdings:
 
     def make_room(self, num_bytes: int, sessions: Iterable[Session]) -> bool:
         """Whether the budget holds so many bytes more; sessions at rest give up their K/V for it, the oldest of them first."""
+        if self._target.cache_bytes() + num_bytes <= self.budget_bytes:
+            return True
         for session in sessions:
-            if self._target.cache_bytes() + num_bytes <= self.budget_bytes:
-                return True
             if session.is_at_rest and session.cache is not None:
                 self.release(session)
-        return self._target.cache_bytes() + num_bytes <= self.budget_bytes
+                if self._target.cache_bytes() + num_bytes <= self.budget_bytes:
+                    return True
+        return False
 
     def growth_bytes(self, session: Session, num_tokens: int) -> int:
         """What the session has yet to take until it holds so many tokens."""

@@ -194,6 +194,32 @@ def test_several_plain_steps_in_a_row(device: torch.device):
         assert history[len(prompt) :][:NUM_TOKENS] == answer[: len(history) - len(prompt)]
 
 
+def test_sequences_join_rows_of_steps_that_tell_no_states(device: torch.device):
+    """Each with its prompt's last token pending, as one that was just read; a step is under way while the next one is read."""
+    model, target = make_target(device)
+    expected = [greedy(model, prompt, device) for prompt in PROMPTS]
+    decoder = target.new_decoder(max_depth=0, max_sequences=3, with_states=False)
+    caches, histories = [target.new_cache() for _ in PROMPTS], [list(prompt) for prompt in PROMPTS]
+    read(target, caches[0], histories[0])
+    for num_in, num_steps in ((1, 3), (2, 2), (3, 3), (3, 1), (3, 2)):
+        decoder.launch(caches[:num_in], histories[:num_in], [None] * num_in, 0, num_steps)
+        if num_in < len(PROMPTS):
+            read(target, caches[num_in], histories[num_in])
+        tokens, hidden = decoder.collect([True] * num_in)
+        assert hidden is None
+        for history, new in zip(histories, tokens, strict=False):
+            assert len(new) == num_steps
+            history += new
+    for history, prompt, answer in zip(histories, PROMPTS, expected, strict=True):
+        assert history[len(prompt) :][:NUM_TOKENS] == answer[: len(history) - len(prompt)]
+
+
+def read(target: Any, cache: int, history: list[int]) -> None:
+    """All but the last token."""
+    target.forward([Segment(cache, history[:-1], num_logits=0)])
+    target.commit(cache, range(len(history) - 1))
+
+
 def test_blocks_that_are_taken_ahead_end_where_the_model_does(device: torch.device):
     _, target = make_target(device)
     decoder = target.new_decoder(max_depth=0, max_sequences=1)

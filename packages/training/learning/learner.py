@@ -257,7 +257,7 @@ class _Figures:
         """On their way to the host, behind what was launched so far and before what comes."""
         of_all = [grad_norm.double().view(1), num_pairs.double()]
         self._sent = torch.cat([*of_all, self._loss, self._depths.flatten()]).to("cpu", non_blocking=True)
-        self._arrival = torch.cuda.current_stream(self._loss.device).record_event() if self._loss.is_cuda else None
+        self._arrival = torch.cuda.current_stream(self._loss.device).record_event() if self._loss.device.type == "cuda" else None
 
     def result(self, world: World, optimizer: Optimizer, started: float) -> StepResult:
         """Of what was sent. Here, and nowhere before, the host waits for the device. started: by time.perf_counter."""

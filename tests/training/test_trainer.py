@@ -249,3 +249,4 @@ def test_the_last_word_of_a_run_says_where_its_drafter_is(state, caplog: pytest.
     assert "the run is over at step 2; it has published no version; mode=export export.drafter=default writes" in caplog.text
     train(config)
     assert "run default is at step 2, as before: raise data.passes, trainer.max_steps" in caplog.text
+    assert "(trainer.init=default goes on from what it has learned)" in caplog.text

@@ -176,8 +176,8 @@ class Progress:
             said = f"stopped at step {step}; the same command goes on from there"
         elif not has_learned:
             said = (
-                f"run {run} is at step {step}, as before: raise data.passes, trainer.max_steps or trainer.max_time_s, bring new "
-                "rows, or begin another run with trainer.run_id=..."
+                f"run {run} is at step {step}, as before: raise data.passes, trainer.max_steps or trainer.max_time_s, or, for "
+                f"other rows, begin another run with trainer.run_id=... (trainer.init={run} goes on from what it has learned)"
             )
         else:
             said = f"the run is over at step {step}"

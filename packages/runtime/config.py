@@ -154,7 +154,7 @@ class SessionsConfig:
     max_batch_sessions: int = 16  # sessions in one forward
     prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace
     kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
-    patient: bool = False  # nobody waits for single tokens: a device makes steps in a row while prompts wait to be read
+    patient: bool = False  # nobody waits for single tokens: a device makes steps in a row, first tokens of answers among them
     prefix_reuse: bool = True  # a session takes over K/V of any other that begins alike; its speed then tells that there is one
 
     def __post_init__(self) -> None:

@@ -81,6 +81,23 @@ def test_what_is_answered_depends_on_nothing_that_runs_beside_it(state, prompts:
     assert len(list((tmp_path / "alone").glob("shard-*"))) > 3
 
 
+def test_without_speculation_no_drafter_is_loaded_and_the_answers_are_the_same(
+    state, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that stood by would have the device's rows of steps cut short."""
+    assert run(settings(state, prompts)) == 0
+    first = by_name(made(state))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("nobody drafts")
+
+    monkeypatch.setattr("training.capture.run.load_drafter", refuse)
+    plain = settings(state, prompts, directory=str(tmp_path / "plain"))
+    plain.speculation.max_draft_tokens = 0
+    assert run(plain) == 0
+    assert by_name(Corpus.concat(list(read_shards(tmp_path / "plain")))) == first
+
+
 def test_killed_at_any_instant_it_goes_on_without_a_lost_or_repeated_answer(
     state, prompts: Path, tmp_path: Path, nursery
 ) -> None:

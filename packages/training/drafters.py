@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from runtime.drafters import embedded
 from runtime.eagle3 import save
+from runtime.eagle3.checkpoint import CONFIG_FILE
 from runtime.errors import ConfigError
 from runtime.models import absolute
 from runtime.registry import Manifest, VersionRecord
@@ -86,6 +87,11 @@ def find_drafter(
             raise ConfigError(
                 f"{setting} is {word!r}; it must be {also}active, embedded, a version of {registry.root}, a run of {runs} with a "
                 "checkpoint, or a checkpoint directory."
+            )
+        if not (directory / CONFIG_FILE).is_file():  # a run's, or one of its checkpoints, which hold more than a drafter
+            raise ConfigError(
+                f"{setting} is {word!r}, a directory without {CONFIG_FILE}, so it is no drafter's; give one that mode=export "
+                f"wrote, or the name of a run of {runs}, without its path."
             )
         manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).is_file() else None
         yield Found(directory, manifest, runs)

@@ -201,7 +201,7 @@ def directories_of(setting: str, given: str) -> list[Path]:
             f"{setting} is {given!r}, which means directories of token rows, such as {directories[0]}, and also {others[0]}, "
             f"which has no {MANIFEST}; complete or move what is none, or give a pattern of those that are meant."
         )
-    return directories
+    return [each for each in directories if read_manifest(each)["shards"]] or directories  # one without rows has no say
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -86,6 +86,14 @@ def test_a_directory_without_a_row_is_for_any_origin(tmp_path: Path) -> None:
     assert read_manifest(tmp_path)["shards"]
 
 
+def test_a_directory_without_a_row_has_no_say_beside_others(tmp_path: Path) -> None:
+    with opened(tmp_path / "a"), opened(tmp_path / "b"):
+        assert directories_of("data.corpus", str(tmp_path)) == [tmp_path / "a", tmp_path / "b"]
+    with opened(tmp_path / "b") as shards:
+        shards.add(rows(0, 1))
+    assert directories_of("data.corpus", str(tmp_path)) == [tmp_path / "b"]
+
+
 def test_shards_that_lost_their_manifest_are_not_taken_for_something_else(tmp_path: Path) -> None:
     with opened(tmp_path) as shards:
         shards.add(rows(0, 1))

@@ -37,12 +37,19 @@ class SavedSessions:
         """What servers left that died while they saved or deleted; what a living one writes stays."""
         if not self._root.is_dir():
             return
-        with locked(self._root / _LOCK):
-            for aside in self._root.glob(f"{TEMPORARY_PREFIX}*"):
-                with contextlib.suppress(BlockingIOError), hold(aside / _LOCK):
-                    names = ", ".join(entry.name for entry in aside.iterdir() if entry.name != _LOCK) or "of no name yet"
-                    shutil.rmtree(aside, ignore_errors=True)
-                    log.warning("saved session %s: a server died while it saved or deleted it; what was left is removed", names)
+        try:
+            with locked(self._root / _LOCK):
+                for aside in self._root.glob(f"{TEMPORARY_PREFIX}*"):
+                    with contextlib.suppress(BlockingIOError), hold(aside / _LOCK):
+                        self._remove(aside)
+        except OSError as error:  # a server can do without
+            log.warning("what dead servers left in %s is not removed: %s", self._root, error)
+
+    @staticmethod
+    def _remove(aside: Path) -> None:
+        names = ", ".join(entry.name for entry in aside.iterdir() if entry.name != _LOCK) or "of no name yet"
+        shutil.rmtree(aside, ignore_errors=True)
+        log.warning("saved session %s: a server died while it saved or deleted it; what was left is removed", names)
 
     def save(self, name: str, write: Callable[[Path], object]) -> SavedSession:
         """Have a session of this name written into a directory, which nobody sees before it is whole. SavedSessionRejected

@@ -256,6 +256,16 @@ def test_what_a_killed_server_had_not_finished_is_unseen_and_removed_by_the_next
     running.ended.result(timeout=30)
 
 
+def test_leftovers_that_cannot_be_removed_hold_no_server_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sessions = SavedSessions(tmp_path)
+    sessions.save("lakes", whole)
+    (tmp_path / ".tmp-strange").touch()  # no directory
+    with caplog.at_level(logging.WARNING):
+        sessions.remove_unfinished()
+    assert "is not removed: [Errno" in caplog.text
+    assert [one.name for one in sessions.list()] == ["lakes"]
+
+
 def test_of_two_servers_that_save_one_name_the_first_to_finish_has_it(tmp_path: Path) -> None:
     here, beside = SavedSessions(tmp_path), SavedSessions(tmp_path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -164,6 +165,7 @@ class _Job:
     def _origin(self) -> dict[str, Any]:
         """What all rows of one directory have in common."""
         answers = self._config.answers
+        above = Path(os.path.commonpath([path.parent for path in self._files]))
         made = {"temperatures": answers.temperatures, "max_tokens": answers.max_tokens, "seed": self._config.trainer.seed}
         return {
             "model": self._resolved.name,
@@ -172,7 +174,7 @@ class _Job:
             "vocabulary_hash": self._tokenizer.vocabulary_hash,
             "template_hash": self._tokenizer.template_hash,
             "longest_row": self._config.data.max_tokens,
-            "files": {path.name: sha256_of(path) for path in self._files if path.is_file()},
+            "files": {str(path.relative_to(above)): sha256_of(path) for path in self._files if path.is_file()},
             "answers": made if answers.generate else None,
         }
 

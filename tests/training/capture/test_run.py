@@ -128,6 +128,19 @@ def test_other_settings_need_another_directory(state, prompts: Path) -> None:
         run(settings(state, prompts, max_tokens=13))
 
 
+def test_files_of_one_name_in_different_directories_are_told_apart(state, tmp_path: Path) -> None:
+    files = [tmp_path / "asked" / folder / "prompts.jsonl" for folder in ("a", "b")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"id": f"p{number}", "turns": ["Why?"]}))
+    asked = settings(state, tmp_path / "asked" / "*" / "prompts.jsonl")
+    assert run(asked) == 0
+    assert set(read_manifest(state.root / "tokens" / "default")["origin"]["files"]) == {"a/prompts.jsonl", "b/prompts.jsonl"}
+    files[0].write_text(json.dumps({"id": "p2", "turns": ["How?"]}))
+    with pytest.raises(ConfigError, match="holds rows made with files"):
+        run(asked)
+
+
 def test_answers_become_rows_with_features(state, prompts: Path) -> None:
     config = settings(state, prompts, output=Output.FEATURES)
     config.trainer.gate.min_heldout_rows = 2

@@ -106,7 +106,7 @@ class TokenStream:
             raise ConfigError(
                 "data.corpus, data.heldout_fraction (if it is null, trainer.gate.min_heldout_rows), data.max_batch_tokens, "
                 f"trainer.accumulation or trainer.seed is not what run {self._run_id!r} began with, so its place in the rows is "
-                f"lost; keep them, or begin another run with trainer.run_id=... (trainer.init={self._run_id} goes on from its weights)."
+                f"lost; keep them, or begin another run with trainer.run_id=..., from its weights by trainer.init={self._run_id}."
             )
         self._epoch = state["epoch"]
         self._num_trained = share_of([each["num_trained"] for each in states], self._rank, self._num_ranks)

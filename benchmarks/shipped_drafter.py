@@ -8,9 +8,14 @@ PROMPTS is a directory of JSONL files of prompts. The steps:
 
     prompts    long ones are put together from passages that short ones hold: texts to summarise or to answer from
     answers    the target answers all of them, once for each temperature
-    train      a new drafter learns from the answers, for --minutes
+    train      a new drafter, or that of --init, learns from the answers, for --minutes
     evaluate   its acceptance on the files of --evaluate, which are no training prompts
     export     its files, with a model card
+
+It took two rounds, the second with answers of its own, fewer of them to long prompts:
+
+    python benchmarks/shipped_drafter.py PROMPTS --work one --run one --steps prompts answers train export
+    python benchmarks/shipped_drafter.py PROMPTS --work two --seed 1 --num-long 4000 --init one/exported/one --evaluate FILES
 
 Each step is a `python -m training` that can be stopped and started again; what it is told is printed. With several devices, give
 steps that do not depend on each other to several processes, by CUDA_VISIBLE_DEVICES and --only.
@@ -31,7 +36,6 @@ from pathlib import Path
 STEPS = ("prompts", "answers", "train", "evaluate", "export")
 TEMPERATURES = {"long": [0, 0.7, 0.9]}  # of the answers to a file's prompts
 OTHERWISE = [0, 0.7, 0.7, 0.9]
-NUM_LONG = 8000
 PASSAGE_CHARS = 350  # what is shorter is no passage
 LONG_CHARS = (1600, 5600)  # of all passages of a prompt together
 SUMMARISE = (
@@ -71,7 +75,7 @@ def passages_of(texts: Sequence[str]) -> list[str]:
     return [each for each in found if len(each) >= PASSAGE_CHARS and each.count(". ") >= 2 and each.count("\n") <= 12]
 
 
-def long_prompts(folder: Path, seed: int) -> Iterator[dict[str, object]]:
+def long_prompts(folder: Path, count: int, seed: int) -> Iterator[dict[str, object]]:
     """Passages put one behind the other up to a length, and something asked about them."""
     draw = random.Random(seed)
     files = sorted(path for path in folder.glob("*.jsonl"))
@@ -81,7 +85,7 @@ def long_prompts(folder: Path, seed: int) -> Iterator[dict[str, object]]:
     if len(passages) < 100 or len(short) < 100:
         sys.exit(f"{folder} holds {len(passages)} passages and {len(short)} questions; at least 100 of each are needed.")
     print(f"{len(passages)} passages, {len(short)} questions", flush=True)
-    for number in range(NUM_LONG):
+    for number in range(count):
         wanted = draw.randint(*LONG_CHARS)
         parts: list[str] = []
         while sum(map(len, parts)) < wanted:
@@ -102,7 +106,7 @@ class Maker:
 
     def prompts(self) -> None:
         self._long.parent.mkdir(exist_ok=True)
-        rows = long_prompts(self._given.prompts, seed=0)
+        rows = long_prompts(self._given.prompts, self._given.num_long, self._given.seed)
         self._long.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
     def answers(self) -> None:
@@ -114,6 +118,7 @@ class Maker:
                     f"answers.directory={self._work / 'tokens' / path.stem}",
                     f"answers.temperatures={TEMPERATURES.get(path.stem, OTHERWISE)}",
                     "answers.output=tokens",
+                    f"trainer.seed={self._given.seed}",
                     f"answers.concurrency={self._given.concurrency}",
                     f"answers.kv_budget_mib={self._given.kv_budget_mib}",
                     "speculation=off",
@@ -121,7 +126,9 @@ class Maker:
                 )
 
     def train(self) -> None:
-        seconds = 60 * self._given.minutes
+        seconds, given = 60 * self._given.minutes, self._given
+        anew = [f"trainer.draft_vocab_size={given.draft_vocab_size}", "trainer.learning_rate=3e-3"]
+        on = [f"trainer.init={given.init and given.init.resolve()}", "trainer.learning_rate=2e-3", "trainer.warmup_steps=100"]
         self._run(
             "offline",
             f"data.corpus={self._work / 'tokens'}",
@@ -129,9 +136,8 @@ class Maker:
             "data.heldout_fraction=0.002",
             "trainer=full",
             f"trainer.run_id={self._given.run}",
-            f"trainer.draft_vocab_size={self._given.draft_vocab_size}",
+            *(on if given.init else anew),
             "trainer.ttt_steps=6",
-            "trainer.learning_rate=3e-3",
             f"trainer.schedule.time_s={seconds}",
             f"trainer.max_time_s={seconds}",
             f"trainer.evaluate_every_s={seconds}",
@@ -179,10 +185,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a directory for everything that is made")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--num-long", type=int, default=8000, help="prompts: how many long ones")
     parser.add_argument("--only", nargs="+", default=[], help="answers: stems of files")
     parser.add_argument("--concurrency", type=int, default=1024)
     parser.add_argument("--kv-budget-mib", type=int, default=40_000)
     parser.add_argument("--run", default="shipped")
+    parser.add_argument("--seed", type=int, default=0, help="of the long prompts and the answers")
+    parser.add_argument("--init", type=Path, help="train: go on from this drafter's files instead of anew")
     parser.add_argument("--draft-vocab-size", type=int, default=16_384)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--evaluate", type=Path, nargs="+", default=[])

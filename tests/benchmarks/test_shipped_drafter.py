@@ -25,8 +25,7 @@ Run = Callable[..., list[TrainingConfig]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shipped_drafter, "NUM_LONG", NUM_LONG)
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "train prompts"
     folder.mkdir()
     passages = [{"id": f"p{n}", "turns": [f"Read.\n\n{PASSAGE.format(n)}\n\n{NOT_RUNNING}", "Why?"]} for n in range(120)]
@@ -74,7 +73,7 @@ def composed(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> TrainingC
 
 
 def test_long_prompts_are_passages_with_something_asked_about_them(folder: Path) -> None:
-    made = list(shipped_drafter.long_prompts(folder, seed=0))
+    made = list(shipped_drafter.long_prompts(folder, NUM_LONG, seed=0))
     assert [row["id"] for row in made] == [f"long-{n}" for n in range(NUM_LONG)]
     assert {row["category"] for row in made} == {"summary", "answer_from_text"}
     passages = {PASSAGE.format(n).strip() for n in range(120)}
@@ -86,20 +85,27 @@ def test_long_prompts_are_passages_with_something_asked_about_them(folder: Path)
         assert low - longest <= sum(map(len, held)) <= high + longest, "a passage that was drawn twice stands there once"
         assert "1. one" not in asked
         assert row["category"] == "summary" or "good for?" in asked
-    assert made == list(shipped_drafter.long_prompts(folder, seed=0))
-    assert made != list(shipped_drafter.long_prompts(folder, seed=1))
+    assert made == list(shipped_drafter.long_prompts(folder, NUM_LONG, seed=0))
+    assert made != list(shipped_drafter.long_prompts(folder, NUM_LONG, seed=1))
 
 
 def test_too_few_passages_or_questions_are_refused(folder: Path) -> None:
     (folder / "chat.jsonl").unlink()
     with pytest.raises(SystemExit, match="holds 120 passages and 0 questions; at least 100 of each are needed"):
-        next(shipped_drafter.long_prompts(folder, seed=0))
+        next(shipped_drafter.long_prompts(folder, NUM_LONG, seed=0))
 
 
 def test_every_step_is_a_command_that_the_trainer_takes(run: Run, folder: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     *answers, train, evaluate, export = run(
-        "--evaluate", str(folder / "chat.jsonl"), str(folder / "stories.jsonl"), "--shapes", "chain-3", "tree-5-16-4"
+        "--evaluate",
+        str(folder / "chat.jsonl"),
+        str(folder / "stories.jsonl"),
+        "--shapes",
+        "chain-3",
+        "tree-5-16-4",
+        "--num-long",
+        str(NUM_LONG),
     )
     assert [config.mode for config in answers] == [Mode.CAPTURE] * 3
     assert {config.data.prompts: config.answers.temperatures for config in answers} == {
@@ -128,6 +134,13 @@ def test_a_step_and_a_file_alone(run: Run, tmp_path: Path) -> None:
     figures.write_text("{}")
     [config] = run("--steps", "export")
     assert config.export.evaluation == str(figures)
+
+
+def test_a_second_round_has_answers_of_its_own_and_goes_on_from_the_first(run: Run, tmp_path: Path) -> None:
+    *answers, train = run("--steps", "answers", "train", "--seed", "3", "--init", str(tmp_path / "first"))
+    assert {config.trainer.seed for config in answers} == {3}
+    assert (train.trainer.init, train.trainer.draft_vocab_size) == (str(tmp_path / "first"), None)
+    assert (train.trainer.learning_rate, train.trainer.warmup_steps) == (2e-3, 100)
 
 
 def test_a_step_that_fails_ends_the_others(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

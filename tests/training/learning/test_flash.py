@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from training.data.batches import pack
+from training.data.batches import Batch, pack
 from training.learning import attention, flash
-from training.learning.attention import Packing
 from training.learning.loss import carrying, chain_loss
 from training.learning.objective import Aim
 from training.learning.ttt import unroll
 
 L = 4
 PATTERNS = ("pppggggg", "pgggpppgggggg", "ppppppgg", "pppppp", "ggggg", "pggggppggpggg")
+LONG_PATTERNS = ("p" * 70 + "g" * 300, "pp" + "g" * 40 + "p" * 33 + "g" * 129, "g" * 17, "p" * 9, "p" * 500 + "gggg")
 
 
 @pytest.fixture
@@ -74,30 +74,39 @@ def test_a_batch_without_queries_attends_to_nothing(make_model: Callable, make_r
     assert depth.states.shape[0] == 0
 
 
+def attend(batch: Batch, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What rows of random queries attend to and two diagonal keys each, and every gradient of it."""
+    packing, device = batch.packing(), batch.query_at.device
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    num_queries, num_keys = len(batch.query_at), len(batch.positions)
+    q, d_out = random(num_queries, 9, 64), random(num_queries, 9, 64)
+    k, v, diagonal = random(num_keys, 3, 64), random(num_keys, 3, 64), random(2, 2, num_queries, 3, 64)
+    leaves = [each.requires_grad_() for each in (q, k, v, diagonal)]
+    out = packing.attend(q, k, v, diagonal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def assert_close(fast: list[torch.Tensor], exact: list[torch.Tensor], tolerance: float) -> None:
+    for mine, expected in zip(fast, exact, strict=True):
+        assert mine.shape == expected.shape
+        assert (mine.to(expected.dtype) - expected).norm() / expected.norm() < tolerance
+
+
+def test_rows_of_many_lengths_attend_as_in_blocks(make_row: Callable, stand_in: Callable) -> None:
+    """What the next test does on a device, with the plain stand-in."""
+    batch = pack([make_row(pattern, seed) for seed, pattern in enumerate(LONG_PATTERNS)], 3)
+    exact = attend(batch, torch.float64)
+    stand_in()
+    assert_close(attend(batch, torch.float64), exact, 1e-12)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_agrees_with_blocks_on_a_cuda_device(make_row: Callable) -> None:
     """The real flash kernel, forward and backward, on rows of several turns and lengths, merged with diagonal keys."""
-    patterns = ["p" * 70 + "g" * 300, "pp" + "g" * 40 + "p" * 33 + "g" * 129, "g" * 17, "p" * 9, "p" * 500 + "gggg"]
-    batch = pack([make_row(pattern, seed) for seed, pattern in enumerate(patterns)], 3, torch.device("cuda"))
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    num_queries, num_keys = len(batch.query_at), len(batch.positions)
-    inputs = [
-        random(num_queries, 9, 64),
-        *(random(num_keys, 3, 64) for _ in range(2)),
-        *(random(2, num_queries, 3, 64) for _ in range(2)),
-    ]
-    d_out = random(num_queries, 9, 64)
-
-    def run(packing: Packing, dtype: torch.dtype) -> list[torch.Tensor]:
-        q, k, v, kd, vd = leaves = [each.to(dtype).requires_grad_() for each in inputs]
-        out = packing.attend(q, k, v, list(zip(kd, vd, strict=True)))
-        return [out, *torch.autograd.grad(out, leaves, d_out.to(dtype))]
-
-    exact, fast = run(batch.packing(), torch.float32), run(batch.packing(), torch.bfloat16)
-    for a, b in zip(fast, exact, strict=True):
-        assert (a.float() - b).norm() / b.norm() < 1e-2
+    batch = pack([make_row(pattern, seed) for seed, pattern in enumerate(LONG_PATTERNS)], 3, torch.device("cuda"))
+    assert_close(attend(batch, torch.bfloat16), attend(batch, torch.float32), 1e-2)

@@ -18,7 +18,7 @@
     |- ModelError (ValueError)             a model that cannot be found, read or used
     |- DrafterRejected (ValueError)        a drafter that must not be served; `reason` is a RejectReason value
     |- DrafterNotFound (KeyError)          a version that is not loaded, or not known
-    |- SavedSessionRejected (ValueError)   a saved session that must not be restored; `reason` says why
+    |- SavedSessionRejected (ValueError)   a session that cannot be saved or restored; `reason` says why
     '- FeatureError (RuntimeError)         a row that cannot be stored, read or released
        |- FeatureNotFound (KeyError)       its features are gone: released, replaced by a newer generation, or shed
        |- FeatureBudgetExceeded            the store is full
@@ -146,7 +146,7 @@ class DrafterNotFound(SlipstreamError, KeyError):
 
 
 class SavedSessionRejected(SlipstreamError, ValueError):
-    """`reason`: SAVED_NOT_FOUND, SAVED_EXISTS, SAVED_UNREADABLE, SAVED_OTHER_TARGET, SAVED_OTHER_TOKENIZER or
+    """`reason`: SAVED_NOT_FOUND, SAVED_EXISTS, SAVED_STORAGE, SAVED_UNREADABLE, SAVED_OTHER_TARGET, SAVED_OTHER_TOKENIZER or
     SAVED_OTHER_CACHE_POLICY."""
 
     def __init__(self, reason: str, message: str) -> None:

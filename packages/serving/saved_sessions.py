@@ -1,7 +1,8 @@
 """Saved sessions by name, as directories under the server's state directory. What is in them is the engine's business.
 
 A session is written aside and renamed, and renamed away before it is removed: under its name it is whole or not there. What
-servers that died left aside, the next one to start removes. Methods may come from any thread.
+servers that died left aside, the next one to start removes. Methods may come from any thread. What the disk refuses is
+SavedSessionRejected(SAVED_STORAGE), which names no path: callers are told of it, and the log has the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from runtime.errors import InvalidRequest, SavedSessionRejected
+from runtime.errors import InvalidRequest, SavedSessionRejected, SlipstreamError
 from runtime.files import TEMPORARY_PREFIX, hold, locked, move_directory, temporary_directory
 from runtime.rpc.codec import SavedSession
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOCK = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SavedSessions:
@@ -55,15 +57,17 @@ class SavedSessions:
         """Have a session of this name written into a directory, which nobody sees before it is whole. SavedSessionRejected
         (SAVED_EXISTS), also while the first of two saves is being written. Blocks, and goes on if nobody waits any more."""
         path = self._path(name)
-        with self._taken(name, path), self._aside() as aside:
+        with _disk(f"save {name!r}"), self._taken(name, path), self._aside() as aside:
             write(aside / name)
             saved = _described(aside / name)  # now: once it is in sight, somebody may delete it
             try:
                 move_directory(aside / name, path)
             except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-                raise _exists(name) from None  # a server beside this one was quicker
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise _exists(name) from None  # a server beside this one was quicker
+                if not (aside / name).exists():  # it is there, but might not outlast a power cut
+                    os.rename(path, aside / name)
+                raise
         return saved
 
     @contextmanager
@@ -89,24 +93,25 @@ class SavedSessions:
     def existing(self, name: str) -> Path:
         """SavedSessionRejected(SAVED_NOT_FOUND) if there is none yet."""
         path = self._path(name)
-        if not path.is_dir():
-            raise _not_found(name)
+        with _disk(f"look for {name!r}"):
+            if not path.is_dir():
+                raise _not_found(name)
         return path
 
     def list(self) -> list[SavedSession]:
         """By name."""
-        if not self._root.is_dir():
-            return []
         found: list[SavedSession] = []
-        for name in sorted(entry.name for entry in self._root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()):
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                found.append(_described(self._root / name))
+        with _disk("list what is saved"):
+            entries = self._root.iterdir() if self._root.is_dir() else ()
+            for name in sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir()):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    found.append(_described(self._root / name))
         return found
 
     def delete(self, name: str) -> None:
         """Out of sight first: a server that dies meanwhile leaves no half of it under its name."""
         path = self.existing(name)
-        with self._aside() as aside:
+        with _disk(f"delete {name!r}"), self._aside() as aside:
             try:
                 os.rename(path, aside / name)
             except FileNotFoundError:
@@ -120,6 +125,23 @@ class SavedSessions:
                 "with a letter or a digit.",
             )
         return self._root / name
+
+
+@contextmanager
+def _disk(what: str) -> Iterator[None]:
+    """What the disk refuses, in words for a caller, who neither knows the server's paths nor ought to."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except OSError as error:
+        log.error("saved sessions: cannot %s: %s", what, error)
+        room, broken = "delete saved sessions that nobody needs, or have room made there", "whoever runs it finds more in its log"
+        raise SavedSessionRejected(
+            "SAVED_STORAGE",
+            f"The server cannot {what}: its directory of saved sessions refuses ({error.strerror or type(error).__name__}). "
+            f"Nothing has changed; {room if error.errno in _FULL else broken}.",
+        ) from error
 
 
 def _described(path: Path) -> SavedSession:

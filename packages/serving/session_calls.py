@@ -20,7 +20,7 @@ from serving.saved_sessions import SavedSessions
 
 
 class SessionCalls:
-    """One method per call, for the caller that has `key`. SlipstreamError, OSError where a saved session cannot be written."""
+    """One method per call, for the caller that has `key`. SlipstreamError."""
 
     def __init__(
         self,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
+from runtime import files
 from runtime.config import ModelConfig, RegistryConfig
 from runtime.errors import DrafterNotFound, DrafterRejected, InvalidRequest, SavedSessionRejected, SessionBusy, SessionNotFound
 from runtime.registry import Origin
@@ -297,6 +302,93 @@ def test_of_two_that_delete_one_name_the_second_is_told_so(tmp_path: Path, monke
         sessions.delete("rivers")
     assert refused.value.reason == "SAVED_NOT_FOUND"
     assert sessions.list() == []
+
+
+# --- a disk that refuses ---
+
+
+def test_a_place_that_cannot_be_written_is_told_and_changes_nothing(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = start_server()
+    root = running.config.saved_sessions_path
+    root.touch()  # where the directory would be
+    with running.client() as client:
+        session = open_with(client)
+        before = client.get_session(session.session_id)
+        with pytest.raises(SavedSessionRejected) as refused:
+            client.save_session(session.session_id, "rivers")
+        assert (refused.value.reason, code_of(refused.value)) == ("SAVED_STORAGE", grpc.StatusCode.FAILED_PRECONDITION)
+        assert str(refused.value) == (
+            "The server cannot save 'rivers': its directory of saved sessions refuses (File exists). Nothing has changed; "
+            "whoever runs it finds more in its log."
+        )
+        assert str(root) in caplog.text
+        answer = httpx.post(f"{running.ready.http}/v1/sessions/{session.session_id}/save", json={"name": "rivers"}, timeout=30)
+        assert answer.status_code == 507
+        error = answer.json()["error"]
+        assert (error["code"], error["message"]) == ("saved_storage", str(refused.value))
+        after = client.get_session(session.session_id)
+        assert replace(after, last_used_at=0) == replace(before, last_used_at=0)
+        assert client.list_saved_sessions() == []
+        root.unlink()
+        client.save_session(session.session_id, "rivers")
+        assert client.restore_session("rivers").history_length == session.history_length
+
+
+def test_a_disk_that_is_full_at_any_moment_keeps_nothing_of_a_session(
+    running: Running, client: RuntimeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_with(client)
+    client.save_session(session.session_id, "before")
+    root, fsync = running.config.saved_sessions_path, os.fsync
+    there = sorted(root.iterdir())
+    left = 0
+
+    def fills(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fills)
+    for written in range(100):
+        left = written
+        try:
+            client.save_session(session.session_id, "after")
+            break
+        except SavedSessionRejected as error:
+            refused = error
+        assert refused.reason == "SAVED_STORAGE"
+        assert "(No space left on device). Nothing has changed; delete saved sessions that nobody needs" in str(refused)
+        assert client.get_session(session.session_id).state == "idle"
+        assert sorted(root.iterdir()) == there
+    assert written > 4
+    monkeypatch.undo()
+    assert client.restore_session("after").history_length == session.history_length
+    for name in ("before", "after"):
+        client.delete_saved_session(name)
+
+
+def test_other_calls_tell_of_a_disk_that_refuses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = SavedSessions(tmp_path)
+    sessions.save("rivers", whole)
+
+    def refuses(*given: object, **named: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "is_dir", refuses)
+    for call in (sessions.list, lambda: sessions.existing("rivers"), lambda: sessions.delete("rivers")):
+        with pytest.raises(SavedSessionRejected, match=r"refuses \(Permission denied\)") as refused:
+            call()
+        assert refused.value.reason == "SAVED_STORAGE"
+        assert str(tmp_path) not in str(refused.value)
+    monkeypatch.undo()
+    monkeypatch.setattr("runtime.files.tempfile.mkdtemp", refuses)
+    with pytest.raises(SavedSessionRejected, match="cannot delete 'rivers'"):
+        sessions.delete("rivers")
+    assert [one.name for one in sessions.list()] == ["rivers"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a" * 65, "a b", "\u00e4", "a\0"])

@@ -97,6 +97,8 @@ def status_of(error: Exception) -> int:
         return 504
     if isinstance(error, SavedSessionRejected) and error.reason == "SAVED_NOT_FOUND":
         return 404
+    if isinstance(error, SavedSessionRejected) and error.reason == "SAVED_STORAGE":
+        return 507  # insufficient storage
     return next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), 500)
 
 

@@ -76,6 +76,7 @@ def served() -> Iterator[tuple[Failing, str]]:
         (DrafterRejected("NON_FINITE", "Broken."), grpc.StatusCode.FAILED_PRECONDITION),
         (SavedSessionRejected("SAVED_NOT_FOUND", "None."), grpc.StatusCode.NOT_FOUND),
         (SavedSessionRejected("SAVED_EXISTS", "There."), grpc.StatusCode.ALREADY_EXISTS),
+        (SavedSessionRejected("SAVED_STORAGE", "Full."), grpc.StatusCode.FAILED_PRECONDITION),
         (SavedSessionRejected("SAVED_OTHER_TARGET", "Another."), grpc.StatusCode.FAILED_PRECONDITION),
         (FeatureNotFound("Gone."), grpc.StatusCode.NOT_FOUND),
     ],

@@ -1,4 +1,4 @@
-"""The training program: from a configuration to a finished run. Signals, threads, priority and the run's directory live here.
+"""The training program: from a configuration to a finished run. Signals, threads and priority live here.
 
 <state_dir>/training/<run_id>/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, progress.png}
 """
@@ -28,7 +28,7 @@ from runtime.errors import ConfigError, SlipstreamError
 from runtime.features.leases import Leases, LiveRows
 from runtime.features.ledger import Ledger
 from runtime.features.store import FeatureStore
-from runtime.files import hold, remove_leftovers
+from runtime.files import remove_leftovers
 from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
@@ -44,6 +44,7 @@ from training.reporting import origins, plot
 from training.reporting.metrics import TrainMetrics
 from training.reporting.progress import Ends, Progress
 from training.reporting.trackers import Sink
+from training.run_directory import only_one
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _follow(config: TrainingConfig, state_dir: Path, run_dir: Path, stop: thread
 
 
 def _lead(config: TrainingConfig, state_dir: Path, run_dir: Path, console: Console, stop: threading.Event, world: World) -> None:
-    with _only_one(run_dir, config.trainer.name):
+    with only_one(run_dir, config.trainer.name):
         remove_leftovers(run_dir)  # candidates that a killed process left half-made
         provenance(run_dir, config)
         passes = config.data.passes if config.mode is Mode.OFFLINE else None
@@ -245,20 +246,6 @@ def _take_a_modest_share(config: TrainingConfig, world: World) -> None:
     cores = max((os.cpu_count() or 1) // world.local_size, 1)
     torch.set_num_threads(config.trainer.num_threads or (cores if config.mode is Mode.OFFLINE else max(cores // 2, 1)))
     os.setpriority(os.PRIO_PROCESS, 0, max(config.trainer.niceness, os.getpriority(os.PRIO_PROCESS, 0)))
-
-
-@contextmanager
-def _only_one(run_dir: Path, run_id: str) -> Iterator[None]:
-    """One process per run; the lock goes with the process, however that ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        file = hold(run_dir / ".lock")
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"trainer.run_id is {run_id!r}, and another process is training that run; stop it, or use another run_id."
-        ) from error
-    with file:
-        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+BEGAN = '"event": "began"'  # in a line that says so
 
 Entry = Mapping[str, Any]
 

@@ -178,7 +178,9 @@ class FusedSteps:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
-        depth = min(speculation.max_draft_tokens, MAX_DEPTH)
+        self._drafts = speculation.max_draft_tokens > 0
+        self._only_trees = speculation.shape is TreeShape.TREE  # which are drafted the general way
+        depth = 0 if self._only_trees else min(speculation.max_draft_tokens, MAX_DEPTH)
         self._decoder = target.new_decoder(depth, sessions.max_batch_sessions, with_states)
         self.is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
@@ -243,7 +245,7 @@ class FusedSteps:
         return self._info.max_positions - len(work.request.session.history) - num_new > self._decoder.max_depth
 
     def _drafter_for(self, request: Request) -> Drafter | None:
-        if not self._decoder.max_depth:  # as the settings have it
+        if not self._drafts:
             return None
         drafter = self._drafting.drafter_for(request)
         return None if isinstance(drafter, NoDrafter) else drafter
@@ -254,7 +256,9 @@ class FusedSteps:
             if self._loaded is not None:
                 self._pacer.forget(self._loaded.version)
             self._loaded = active
-            self._can_draft = isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
+            self._can_draft = (
+                not self._only_trees and isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
+            )
             self._expect_costs()
 
     # --- steps ---

@@ -16,7 +16,7 @@ import torch
 
 from runtime.backends import load_target
 from runtime.backends.base import Segment, Target
-from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode
+from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, DraftRequest
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3 import Eagle3Model
@@ -166,13 +166,18 @@ def oracle(tiny: ResolvedModel) -> Target:
 
 @pytest.fixture(params=SpeculationMode, ids=lambda mode: mode.value)
 def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) -> Iterator[Fused]:
-    decoders = make_fusing(target)
-    speculation = SpeculationConfig(mode=request.param, max_draft_tokens=3)
-    engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8))
-    engine.start()
-    yield Fused(engine, decoders[0])
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(mode=request.param, max_draft_tokens=3))
+    yield Fused(engine, decoder)
     engine.stop()
     assert target.cache_bytes() == 0
+
+
+def make_engine(target: Target, tokenizer: Tokenizer, speculation: SpeculationConfig) -> tuple[list[SlowDecoder], LocalEngine]:
+    """Started."""
+    decoders = make_fusing(target)
+    engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8))
+    engine.start()
+    return decoders, engine
 
 
 def make_fusing(target: Target) -> list[SlowDecoder]:
@@ -360,6 +365,21 @@ def test_a_drafter_of_another_kind_takes_its_sessions_the_general_way(fused: Fus
     fused.engine.swap_drafter(Silent())
     listener.wait()
     assert listener.token_ids == greedy_reference(oracle, prompt, 30)
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.FIXED, SpeculationMode.ADAPTIVE])
+def test_who_drafts_trees_because_they_are_pinned_goes_the_general_way(
+    mode: SpeculationMode, target: Target, tokenizer: Tokenizer, oracle: Target
+):
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(mode=mode, shape=TreeShape.TREE, max_draft_tokens=3))
+    trees, plain = Fused(engine, decoder), SessionOptions(drafter_policy=DrafterPolicy("off"))
+    prompts = [prompt_of(seed, 10) for seed in range(2)]
+    listeners = [trees.begin(prompts[0]), trees.begin(prompts[1], GREEDY, plain)]
+    [drafted, undrafted] = [listener.wait().speculation for listener in listeners]
+    assert [listener.token_ids for listener in listeners] == [greedy_reference(oracle, prompt, 30) for prompt in prompts]
+    assert drafted.num_drafted > sum(drafted.drafted_per_position), "more nodes than levels"
+    assert (undrafted.num_drafted, decoder.began) == (0, [11])
+    engine.stop()
 
 
 def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(

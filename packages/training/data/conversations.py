@@ -6,9 +6,9 @@
     {"id": "a20", "token_ids": [1, 2, ...], "generated": [[5, 9], ...]}   tokens that the model spoke
 
 A message may have `reasoning_content` and `tool_calls`, a conversation `tools`; `category` (or `slice`) names the slice of the
-traffic. `id` can be left out: then it is the line's number, behind the file's name where there are several files. A line of no
-such form is refused with its place; a conversation that is of the form but makes no sense is counted by its reason, and left
-out. Knows no tokenizer.
+traffic. `id` can be left out: then it is the line's number, behind the file's name where there are several files, and no other
+line may have that for its id. A line of no such form is refused with its place; a conversation that is of the form but makes no
+sense is counted by its reason, and left out. Knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def read(
 ) -> Iterator[Conversation | Preformatted]:
     """What the files hold, in order; what makes no sense is counted in left_out. ConfigError, with file and line, for a file
     that cannot be read and a line of another form."""
-    seen: set[str] = set()
+    seen: dict[str, _Place] = {}
     texts = [(path, _text(setting, path).split("\n")) for path in files]
     total, done = sum(len(lines) for _, lines in texts), 0
     root = os.path.commonpath([path.parent for path in files])
@@ -113,12 +113,12 @@ def read(
                 report(done, total)
             if not line.strip():
                 continue
-            place = _Place(setting, path, number, f"{file}{number}")
-            record = _parse(place, line)
+            record, place = _parse(_Place(setting, path, number, f"{file}{number}"), line)
             if record.id in seen:
+                _check_same_kind(seen[record.id], place, record.id)
                 left_out[DUPLICATE_ID] += 1
                 continue
-            seen.add(record.id)
+            seen[record.id] = place
             reason = _nonsense(record) if isinstance(record, Conversation) else None
             if reason is None:
                 yield record
@@ -145,6 +145,7 @@ class _Place:
     path: Path
     number: int  # of the line, from 1
     name: str  # of a line without id
+    has_id: bool = False
 
     def fault(self, what: str) -> ConfigError:
         return ConfigError(
@@ -153,7 +154,24 @@ class _Place:
         )
 
 
-def _parse(place: _Place, line: str) -> Conversation | Preformatted:
+def _check_same_kind(first: _Place, second: _Place, name: str) -> None:
+    """ConfigError if one of two lines of one name has it for its id, and the other, as its number, by chance: they are not the
+    same line twice."""
+    named, numbered = (first, second) if first.has_id else (second, first)
+    if not numbered.has_id:
+        raise named.fault(
+            f"its id is {name!r}, and {numbered.path}:{numbered.number}, which has none, goes by that number; give an id to each "
+            "line, or to none"
+        )
+
+
+def _parse(place: _Place, line: str) -> tuple[Conversation | Preformatted, _Place]:
+    """What the line says, and its place, which then knows whether the line has an id."""
+    record = _object(place, line)
+    return _record(place, record), replace(place, has_id="id" in record)
+
+
+def _object(place: _Place, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # an escaped half of a character is JSON, but no text
@@ -161,6 +179,10 @@ def _parse(place: _Place, line: str) -> Conversation | Preformatted:
         raise place.fault(f"it is not JSON of text ({error})") from error
     if not isinstance(record, dict):
         raise place.fault(f"it is a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def _record(place: _Place, record: Mapping[str, Any]) -> Conversation | Preformatted:
     forms = [form for form in FORMS if form in record]
     if len(forms) != 1:
         raise place.fault(f"it needs exactly one of {', '.join(FORMS)}, and has {' and '.join(forms) or 'none'}")

@@ -114,6 +114,28 @@ def test_of_equal_ids_the_first_counts_across_files(tmp_path: Path) -> None:
     assert left_out == {"duplicate_id": 1}
 
 
+@pytest.mark.parametrize("given", [3, "3"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_id_that_is_another_lines_number_is_refused_with_both_lines(tmp_path: Path, given: object, is_first: bool) -> None:
+    """Either would take the other's place, in this file or in rows that were captured from it."""
+    named, unnamed = {"id": given, "turns": ["One?"]}, {"turns": ["Two?"]}
+    lines = [named, "", unnamed] if is_first else ["", "", unnamed, named]
+    at = 1 if is_first else 4
+    with pytest.raises(
+        ConfigError, match=rf"file\.jsonl:{at}: .* its id is '3', and .*file\.jsonl:3, which has none, goes by that number; give"
+    ):
+        found(tmp_path / "file.jsonl", *lines)
+    records, _ = found(tmp_path / "file.jsonl", named, unnamed, {"id": "a", "turns": ["Three?"]})
+    assert [record.id for record in records] == ["3", "2", "a"], "numbers that nobody has for an id disturb nobody"
+
+
+def test_an_id_that_is_a_line_of_another_file_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"turns": ["One?"]}))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": "a.jsonl:1", "turns": ["Two?"]}))
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1: .* its id is 'a\.jsonl:1', and .*a\.jsonl:1, which has none"):
+        list(read("data.prompts", files_of("data.prompts", str(tmp_path)), Counter()))
+
+
 def test_long_reading_says_how_far_it_is(tmp_path: Path) -> None:
     (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"turns": ["Why?"]}) for _ in range(600)))
     told: list[tuple[int, int]] = []

@@ -172,7 +172,7 @@ def _over_corpus(shop: Workshop, given: str) -> None:
     tokenizer, cache = Tokenizer.load(shop.resolved.path), shop.state_dir / "cache" / "tokens"
     longest = min(config.data.max_tokens, int(shop.target.config.get("max_position_embeddings", config.data.max_tokens)))
     with world.first_in_turn():  # what it tokenised the others find
-        found = load_corpus(given, tokenizer, shop.target.vocab_size, longest, cache, shop.progress.tokenising)
+        found = load_corpus(given, shop.resolved, tokenizer, shop.target.vocab_size, longest, cache, shop.progress.tokenising)
     shop.progress.corpus(found)
     sources = (source for source, _, _ in found.corpus.labels)
     fraction = heldout_fraction(config.data.heldout_fraction, sources, config.trainer.gate.min_heldout_rows)

@@ -1,7 +1,7 @@
 """From what `data.corpus` names to rows of tokens: directories of shards, or conversations, which are tokenised once.
 
 Tokenised rows are kept under a key of all that they depend on: the files' content, the tokenizer, its chat template, the size
-of the vocabulary and the longest row. Knows no model and no features.
+of the vocabulary and the longest row. Loads no model, and knows no features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 
 from runtime.errors import ConfigError, FeatureError
 from runtime.files import sha256_of, write_atomic
-from runtime.models import Tokenizer
+from runtime.models import ResolvedModel, Tokenizer
 from training.data import conversations, shards
 from training.data.conversations import Report, by_reason
 from training.data.encoding import NOTHING_TO_LEARN, TOO_LONG, TRUNCATED, Encoder
@@ -44,12 +44,14 @@ class Found:
         return ", ".join(parts + by_reason(self.left_out, self.truncated))
 
 
-def load_corpus(given: str, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, cache: Path, report: Report) -> Found:
+def load_corpus(
+    given: str, model: ResolvedModel, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, cache: Path, report: Report
+) -> Found:
     """The rows that data.corpus means. cache: a directory for tokenised rows. ConfigError if nothing can be learned from them,
-    or they cannot be read, or are of another vocabulary."""
+    or they cannot be read, are of another vocabulary, or are what another model than this one answered."""
     directories = shards.directories_of("data.corpus", given)
     if directories:
-        found = _of_shards(directories, tokenizer, vocab_size, max_tokens)
+        found = _of_shards(directories, model, tokenizer, vocab_size, max_tokens)
     else:
         found = encode_files(
             "data.corpus", conversations.files_of("data.corpus", given), tokenizer, vocab_size, max_tokens, cache, report
@@ -99,12 +101,20 @@ def _kept(path: Path) -> Found | None:
         return None
 
 
-def _of_shards(directories: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, max_tokens: int) -> Found:
+def _of_shards(
+    directories: Sequence[Path], model: ResolvedModel, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+) -> Found:
     origin = shards.read_manifest(directories[0])["origin"]  # the others have this in common with it
     if origin.get("vocabulary_hash") != tokenizer.vocabulary_hash:
         raise ConfigError(
             f"The rows in {directories[0]} are ids of another vocabulary than that of model.name; give that model, or make rows "
             "of this one with mode=capture."
+        )
+    made_by = origin.get("target_fingerprint")
+    if origin.get("answers") is not None and made_by != model.fingerprint:  # else they are as they stood in conversations
+        raise ConfigError(
+            f"The rows in {directories[0]} are answers of model {origin.get('model')} ({made_by}), and model.name is "
+            f"{model.name!r}, which is {model.fingerprint}; give that model, or make rows of this one with mode=capture."
         )
     parts = shards.read_together(directories)
     corpus = Corpus.concat(parts) if parts else Corpus.of([], vocab_size)

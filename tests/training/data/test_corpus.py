@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.models import Tokenizer
+from runtime.models import ResolvedModel, Tokenizer
 from training.data.corpus import Found, load_corpus
 from training.data.shards import TokenShards
 from training.data.tokens import TokenRow
 
+MODEL = ResolvedModel("mine", Path("mine"), "mine-hash")
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is so."}]
 
 
@@ -33,7 +34,7 @@ def row(source: str) -> TokenRow:
     return TokenRow(source, "", [1, 2, 3, 4], ((1, 4),), 0.5)
 
 
-def make_rows(directory: Path, tokenizer: Tokenizer, rows: list[TokenRow], **origin: str) -> None:
+def make_rows(directory: Path, tokenizer: Tokenizer, rows: list[TokenRow], **origin: object) -> None:
     settings = {"vocabulary_hash": tokenizer.vocabulary_hash} | origin
     with TokenShards(directory, settings, tokenizer.vocab_size, shard_tokens=1, flush_every_s=0.0) as shards:
         shards.add(rows)
@@ -48,7 +49,7 @@ def load(chats: Path, tokenizer: Tokenizer, max_tokens: int = 2048, vocab_size: 
     cache = chats.parent / "cache"
     before = set(cache.glob("*"))
     size = vocab_size or tokenizer.vocab_size
-    found = load_corpus(str(chats), tokenizer, size, max_tokens, cache, lambda done, total: None)
+    found = load_corpus(str(chats), MODEL, tokenizer, size, max_tokens, cache, lambda done, total: None)
     return found, set(cache.glob("*")) != before
 
 
@@ -104,6 +105,23 @@ def test_captures_of_several_machines_are_added_up(chats: Path, tokenizer: Token
     assert load(captures / "machine-*", tokenizer)[0].corpus.digest == found.corpus.digest
     assert names(load(captures / "machine-[02]", tokenizer)[0]) == ["p0", "q0", "p2", "q2"]
     assert names(load(captures / "machine-1", tokenizer)[0]) == ["p1", "q1"]
+
+
+def test_answers_of_another_model_are_refused_though_the_vocabulary_is_the_same(chats: Path, tokenizer: Tokenizer) -> None:
+    places = {name: chats.parent / "captures" / name for name in ("mine", "theirs", "read")}
+    made = {"temperatures": [0.0], "max_tokens": 4, "seed": 0}
+    make_rows(places["mine"], tokenizer, [row("p0")], model="mine", target_fingerprint=MODEL.fingerprint, answers=made)
+    make_rows(places["theirs"], tokenizer, [row("p1")], model="theirs", target_fingerprint="their-hash", answers=made)
+    make_rows(places["read"], tokenizer, [row("p2")], model="theirs", target_fingerprint="their-hash", answers=None)
+    assert names(load(places["mine"], tokenizer)[0]) == ["p0"]
+    with pytest.raises(
+        ConfigError,
+        match=r"theirs are answers of model theirs \(their-hash\), and model\.name is 'mine', which is mine-hash; give",
+    ):
+        load(places["theirs"], tokenizer)
+    with pytest.raises(ConfigError, match="made with another model each"):
+        load(chats.parent / "captures" / "[mt]*", tokenizer)
+    assert names(load(places["read"], tokenizer)[0]) == ["p2"], "what stood in conversations is nobody's answer"
 
 
 def test_captures_that_do_not_go_together_are_refused(chats: Path, tokenizer: Tokenizer) -> None:

@@ -73,7 +73,7 @@ def find_drafter(
     elif word == ACTIVE or _VERSION_ID.fullmatch(word):
         version = registry.active() if word == ACTIVE else word
         if version is None:
-            raise ConfigError(f"{setting} is {word!r}, and no version of {registry.root} is active; name one, or a directory.")
+            raise ConfigError(f"{setting} is {word!r}, and no version of {registry.where} is active; name one, or a directory.")
         record = registry.get(version)
         yield Found(record, record.manifest, runs)
     elif "/" not in word and (run_dir / "checkpoints").is_dir():
@@ -85,8 +85,8 @@ def find_drafter(
         directory = absolute(setting, word)
         if not directory.is_dir():
             raise ConfigError(
-                f"{setting} is {word!r}; it must be {also}active, embedded, a version of {registry.root}, a run of {runs} with a "
-                "checkpoint, or a checkpoint directory."
+                f"{setting} is {word!r}; it must be {also}active, embedded, a version of {registry.where}, a run of {runs} with "
+                "a checkpoint, or a checkpoint directory."
             )
         if not (directory / CONFIG_FILE).is_file():  # a run's, or one of its checkpoints, which hold more than a drafter
             raise ConfigError(

@@ -66,6 +66,11 @@ class Registry:
         self._pointer = root / "active.json"
         self._make_places()
 
+    @property
+    def where(self) -> str:
+        """Its place, for people."""
+        return str(self.root)
+
     def _make_places(self) -> None:
         """At each use, so that a registry that somebody emptied or removed is an empty one, and goes on."""
         for directory in (self._versions, self._states):

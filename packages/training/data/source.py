@@ -3,8 +3,8 @@
     python -m training source=grpc://10.0.0.5:50051
 
 grpcs:// is TLS. Checkpoints stay on this machine; which of them counts, the server's ledger says. A version is kept in the
-registry here and staged on the server, which decides on it. What the server serves is the gate's baseline: a version
-that is not here yet is fetched.
+registry here and staged on the server, which decides on it. What the server serves is the gate's baseline. A version of the
+server that is wanted, for that or to begin with, and not here yet, is fetched.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import grpc
 from runtime.drafters import embedded
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.none import NoDrafter
+from runtime.eagle3.reasons import RejectReason, rejected
 from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable, SlipstreamError
 from runtime.files import temporary_directory
 from runtime.models import absolute
-from runtime.registry import Registry, VersionRecord
+from runtime.registry import Registry, VersionRecord, VersionState
 from runtime.registry.life import Origin
 from runtime.rpc.connection import Tls
 from runtime.rpc.drafters_client import DrafterClient
@@ -73,7 +74,7 @@ class Source:
                 f"{target.fingerprint}; name the server's model."
             )
         self._drafters = DrafterClient(match["address"], **connection)
-        self.versions = ServerVersions(registry, self._drafters, target, config.patience_s)
+        self.versions = ServerVersions(registry, self._drafters, target, config.patience_s, address)
 
     def __enter__(self) -> Self:
         return self
@@ -86,8 +87,10 @@ class Source:
 class ServerVersions:
     """Implements `Versions`: weights in a registry here, states as the server tells them."""
 
-    def __init__(self, registry: Registry, server: DrafterClient, target: TargetWeights, patience_s: float) -> None:
+    def __init__(self, registry: Registry, server: DrafterClient, target: TargetWeights, patience_s: float, address: str) -> None:
+        """address: the server's, for people."""
         self.root = registry.root
+        self.where = f"{registry.where} or the server {address}"
         self._registry = registry
         self._server = server
         self._patience_s = patience_s
@@ -111,32 +114,52 @@ class ServerVersions:
     def _fetched(self, version: str) -> str | None:
         """Every reason not to have it leaves a baseline to judge by: where the run began."""
         try:
-            with temporary_directory(self._registry.root) as directory:
-                said = self._server.download(version, directory)
-                self._registry.publish(
-                    directory,
-                    parent=said.parent,
-                    step=said.step,
-                    target_fingerprint=said.target_fingerprint,
-                    metrics=said.metrics,
-                    notes=said.notes,
-                )
+            self._fetch(version)
         except (SlipstreamError, grpc.RpcError, OSError) as error:
             self._unknown = version
             logger.warning(
                 "the server's drafter %s cannot be fetched (%s): candidates are compared to where the run began", version, error
             )
             return None
-        logger.info("fetched the server's drafter %s", version)
         return version
+
+    def _fetch(self, version: str) -> None:
+        with temporary_directory(self._registry.root) as directory:
+            said = self._server.download(version, directory)
+            self._registry.publish(
+                directory,
+                parent=said.parent,
+                step=said.step,
+                target_fingerprint=said.target_fingerprint,
+                metrics=said.metrics,
+                notes=said.notes,
+            )
+        logger.info("fetched the server's drafter %s", version)
 
     def path(self, version: str) -> Path:
         return self._registry.path(version)
 
     def get(self, version: str) -> VersionRecord:
-        record = self._registry.get(version)
-        entry = self._server.get(version)
-        return replace(record, state=entry.state, reason=entry.reason)
+        """Fetched if it is not here yet. DrafterRejected if neither side has it, or what the server has cannot be used."""
+        try:
+            here = self._registry.get(version)
+        except DrafterRejected:
+            here = None
+        try:
+            entry = self._server.get(version)
+        except DrafterRejected as error:
+            if here is None:
+                said = f"There is no version {version} in {self.where}; name one that one of them lists."
+                raise rejected(RejectReason.UNKNOWN_VERSION, said) from error
+            gone = f"{RejectReason.UNKNOWN_VERSION.value}: the server does not have it"
+            return replace(here, state=VersionState.REJECTED, reason=gone)
+        if here is None:
+            try:
+                self._fetch(version)
+            except grpc.RpcError as error:
+                raise EngineUnavailable(f"Version {version} cannot be fetched from the server ({error}); try again.") from error
+            here = self._registry.get(version)
+        return replace(here, state=entry.state, reason=entry.reason)
 
     def publish(
         self,

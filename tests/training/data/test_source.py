@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import trustme
 
 from runtime.eagle3 import version_id
-from runtime.errors import ConfigError, EngineUnavailable
+from runtime.errors import ConfigError, DrafterRejected, EngineUnavailable
 from runtime.registry import Origin, Registry, VersionState
 from runtime.rpc.drafters_client import DrafterClient
 from training.app import run
@@ -138,7 +139,7 @@ def test_what_serves_is_fetched_to_be_compared_with(state, serve, tmp_path: Path
         from_scratch(state.target, state.config(trainer__seed=seed).trainer, state.rows(range(8))).export(directory)
     with DrafterClient(f"127.0.0.1:{server.port}") as client:
         here = Registry(tmp_path / "here")
-        versions = ServerVersions(here, client, state.target, patience_s=10.0)
+        versions = ServerVersions(here, client, state.target, patience_s=10.0, address="here:1")
         assert versions.active() is None, "n-gram lookup serves"
         version = client.upload(drafter, Origin(step=7, metrics={"acceptance_length": 2.5})).version
         client.activate(version)
@@ -169,6 +170,38 @@ def test_what_serves_is_fetched_to_be_compared_with(state, serve, tmp_path: Path
         assert gate.baseline() == Baseline(NGRAM, None), "where the run began"
         assert len([record for record in caplog.records if "cannot be fetched" in record.getMessage()]) == 1
         assert not list((tmp_path / "here").glob(".tmp-*"))
+
+
+def test_a_run_begins_with_a_version_that_the_server_has(state, serve, tmp_path: Path) -> None:
+    state.add(range(8))
+    server = serve("drafter=ngram")
+    made = from_scratch(state.target, state.config().trainer, state.rows(range(8)))
+    made.export(tmp_path / "drafter")
+    there = state.root.parent / "elsewhere"
+    settings = {"source": server.source, "trainer__max_steps": 1}
+    with pytest.raises(DrafterRejected, match=rf"no version 0{{16}} in {there}/registry or the server {server.source}; name one"):
+        run(elsewhere(state, **settings, trainer__init="0" * 16))
+    with pytest.raises(ConfigError, match=rf"'active', and no version of .*registry or the server {server.source} is active"):
+        run(elsewhere(state, **settings, trainer__init="active"))
+    assert not (there / "training").exists()
+    with DrafterClient(f"127.0.0.1:{server.port}") as client:
+        version = client.upload(tmp_path / "drafter", Origin(step=7, target_fingerprint=state.target.fingerprint)).version
+        other = client.upload(tmp_path / "drafter", Origin(step=7, target_fingerprint="another"))
+        assert other.version == version, "for another target now"
+        with pytest.raises(ConfigError, match=f"Version {version} was trained for target another"):
+            run(elsewhere(state, **settings, trainer__init=version))
+        client.upload(tmp_path / "drafter", Origin(step=7, target_fingerprint=state.target.fingerprint))
+        shutil.rmtree(there / "registry")
+        assert run(elsewhere(state, **settings, trainer__init=version)) == 0
+        events = [json.loads(line) for line in (there / "training" / "default" / "metrics.jsonl").read_text().splitlines()]
+        assert f"from drafter {version} ({there}" in events[0]["how"]
+        mine = Registry(there / "registry")
+        assert (mine.get(version).manifest.step, mine.active()) == (7, None)
+        versions = ServerVersions(mine, client, state.target, patience_s=10.0, address="here:1")
+        assert versions.get(version).state is client.get(version).state
+        shutil.rmtree(state.root / "registry" / "versions" / version)
+        gone = versions.get(version)
+        assert (gone.state, gone.reason) == (VersionState.REJECTED, "UNKNOWN_VERSION: the server does not have it")
 
 
 def test_two_trainers_of_one_run_share_the_rows(state, serve) -> None:

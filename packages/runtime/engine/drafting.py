@@ -123,6 +123,7 @@ class Drafting:
 
     def _request(self, work: Work, drafter: Drafter) -> DraftRequest:
         request, session, shape = work.request, work.request.session, work.shape
+        self._holdings.catch_up(session)
         if session.draft is not None and session.draft.drafter is not drafter:
             self._holdings.drop_draft(session)
         first = session.first_kept if session.dropped else 0  # which counts all parts that a turn's steps left behind

@@ -28,10 +28,10 @@ from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3.model import Eagle3Model
 from runtime.engine.drafting import Drafting, ask_for
+from runtime.engine.holdings import KeepsStates
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
-from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import Costs
@@ -84,9 +84,9 @@ class Decoder(Protocol):
         nothing of what others take."""
         ...
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
-        """End it: new tokens of each, the last of them pending (-1: no finite logits), and states of its rows, [n, depth + 1,
-        ...] or [n, num_steps, ...], if it was made to tell them. What is no longer wanted changes nothing."""
+    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
+        """End it: new tokens of each, the last of them pending (-1: no finite logits). What is no longer wanted changes
+        nothing. States of the rows are the target's to tell."""
         ...
 
     def leave(self, cache: int) -> None:
@@ -99,7 +99,7 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class Fuses(Target, Protocol):
+class Fuses(KeepsStates, Target, Protocol):
     """A target that runs whole steps."""
 
     @property
@@ -107,16 +107,15 @@ class Fuses(Target, Protocol):
         """Of K/V that it can hold; its memory does not grow."""
         ...
 
-    def new_decoder(self, max_depth: int, max_sequences: int, with_states: bool) -> Decoder: ...
+    def new_decoder(self, max_depth: int, max_sequences: int) -> Decoder: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step, or several, emitted for one session, and the states of as many rows, all of which are committed."""
+    """What a step, or several, emitted for one session; as many rows are committed."""
 
     work: Work
     verdict: Verdict
-    hidden: HiddenStates | None
 
     @property
     def num_rows(self) -> int:
@@ -137,25 +136,20 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Landed:
-    """What a step brought: works as they are now and as they were launched, their new tokens, their places in `hidden`."""
+    """What a step brought: works as they are now and as they were launched, and their new tokens."""
 
-    works: list[tuple[Work, Work, list[int], int]]
-    hidden: HiddenStates | None  # [n, rows, ...]
+    works: list[tuple[Work, Work, list[int]]]
     depth: int
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
-        states = [] if self.hidden is None else list(zip(self.hidden.aux.unbind(), self.hidden.last.unbind(), strict=True))
-        for work, launched, new, index in self.works:
+        for work, launched, new in self.works:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
                 refused = self.depth + 1 - len(new)
                 work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
-            rows = HiddenStates(*states[index]) if states else None
-            if rows is not None and len(rows) != len(new):
-                rows = rows[: len(new)]
-            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else []), rows))
+            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else [])))
         return outcomes
 
 
@@ -173,7 +167,6 @@ class FusedSteps:
         drafting: Drafting,
         speculation: SpeculationConfig,
         sessions: SessionsConfig,
-        with_states: bool = True,  # of the rows that are committed
     ) -> None:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
@@ -181,7 +174,7 @@ class FusedSteps:
         self._drafts = speculation.max_draft_tokens > 0
         self._only_trees = speculation.shape is TreeShape.TREE  # which are drafted the general way
         depth = 0 if self._only_trees else min(speculation.max_draft_tokens, MAX_DEPTH)
-        self._decoder = target.new_decoder(depth, sessions.max_batch_sessions, with_states)
+        self._decoder = target.new_decoder(depth, sessions.max_batch_sessions)
         self.is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
@@ -270,7 +263,7 @@ class FusedSteps:
         self._load()  # nothing is under way: a swap takes effect here
         if not any(part.works for part in landed) and self._can_draft_all(works):
             landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(works)]
-        self._take_off(works, {id(work.request): new for part in landed for work, _, new, _ in part.works})
+        self._take_off(works, {id(work.request): new for part in landed for work, _, new in part.works})
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
@@ -345,10 +338,10 @@ class FusedSteps:
         for launched, cache in zip(flight.works, flight.caches, strict=True):
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
-        tokens, hidden = self._decoder.collect([work is not None for work in mine])
+        tokens = self._decoder.collect([work is not None for work in mine])
         self._record_cost(flight, time.perf_counter() - flight.started)
-        rows = zip(mine, flight.works, tokens, range(len(tokens)), strict=True)
-        return _Landed([(work, launched, new, index) for work, launched, new, index in rows if work], hidden, flight.depth)
+        rows = zip(mine, flight.works, tokens, strict=True)
+        return _Landed([(work, launched, new) for work, launched, new in rows if work], flight.depth)
 
     # --- what the pacer learns ---
 

@@ -5,6 +5,9 @@ All of it belongs to the engine's thread. Knows no requests and no sampling; wha
     history   [ sink ][ dropped .... ][ window ......... ][ pending
     K/V       [ sink ]                [ window ......... ]            covers history[:cached], less what its policy dropped
     features                       [ kept .............. ]            all of history[:cached], or the last rows if some dropped
+
+A target that takes whole steps keeps the states of its rows beside their K/V. What such steps left behind is read from there
+when somebody needs it (`catch_up`), which mostly nobody does.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +31,15 @@ log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A target that has the states of all rows whose K/V it has."""
+
+    def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
+        """A copy of those of committed positions first .. end-1, which must not be dropped."""
+        ...
 
 
 class Readers:
@@ -77,34 +90,54 @@ class Holdings:
             self._give(session, self._target.new_cache(session.options.cache_policy))
 
     def keep(self, session: Session, num_rows: int, hidden: HiddenStates | None) -> None:
-        """The session's K/V has grown by so many committed rows; their states are kept (and must be no views of more)."""
+        """The session's K/V has grown by so many committed rows; their states are kept (and must be no views of more), or are
+        read later, where the target has them."""
         assert session.cache is not None
         session.cached += num_rows
-        if hidden is not None:
+        if hidden is not None and not session.num_behind:
             session.features.append(hidden)
+        elif self.keeps_features:
+            session.num_behind += num_rows
         self._note(session)
         window = session.options.cache_policy.window
         if window is None:
             return
         session.dropped = self._target.dropped(session.cache)
         if session.dropped:
-            session.forget_features(session.cached - window)
+            if not session.num_behind:
+                session.forget_features(session.cached - window)
             if session.draft is not None and session.draft.position - session.draft.first > max(2 * window, MIN_DRAFT_ROWS):
                 self.drop_draft(session)  # it begins again with what is kept
+
+    def catch_up(self, session: Session) -> None:
+        """Read the states of what whole steps left behind, so that all are kept that may be: before anybody looks at them."""
+        if not session.num_behind:
+            return
+        assert session.cache is not None
+        assert isinstance(self._target, KeepsStates), "states of the general way are kept at once"
+        window = session.options.cache_policy.window
+        num_rows, session.num_behind = session.num_behind, 0
+        if session.dropped and window is not None and num_rows > window:  # those before are gone
+            num_rows, session.num_settled, session.features = window, 0, []
+        session.features.append(self._target.states_of(session.cache, session.cached - num_rows, session.cached))
+        if session.dropped and window is not None:
+            session.forget_features(session.cached - window)
 
     def rewind(self, session: Session, length: int) -> None:
         """Keep K/V and features of the first `length` tokens; of none, if what the next token sees was dropped already, or if
         no feature row would be left to draft from."""
         assert session.cache is not None
-        features = session.features_upto(length)
+        if session.dropped:
+            self.catch_up(session)
+        features, num_behind = session.features_upto(length), _num_behind(session, length)
         try:
             self._target.truncate(session.cache, length)
         except ValueError:
             length = 0
-        if not length or (self.keeps_features and not features):
+        if not length or (self.keeps_features and not features and not num_behind):
             self.release(session)
             return
-        session.features = features
+        session.features, session.num_behind = features, num_behind
         session.num_settled = min(session.num_settled, len(session.features))
         session.cached = length
         session.dropped = self._target.dropped(session.cache)
@@ -123,7 +156,7 @@ class Holdings:
             self._prefixes.remove(session)
             self._target.drop(session.cache)
             session.cache = None
-        session.cached = session.dropped = session.num_settled = 0
+        session.cached = session.dropped = session.num_settled = session.num_behind = 0
         session.features = []
         self.count()
 
@@ -160,6 +193,7 @@ class Holdings:
         self._give(session, self._target.fork(holder.cache, length))
         session.features = holder.features_upto(length)
         session.num_settled = len(session.features)
+        session.num_behind = _num_behind(holder, length)
         session.cached = length
         session.dropped = holder.dropped
         self._note(session)
@@ -168,6 +202,7 @@ class Holdings:
         """The session's K/V, on the CPU, and its kept features. Nothing, if nothing is cached, or no features are kept."""
         if session.cache is None or not session.cached or not self.keeps_features:
             return {}, None
+        self.catch_up(session)
         return self._target.save(session.cache), HiddenStates.concat(session.features)
 
     def restore(self, session: Session, saved: SavedSession, sessions: Iterable[Session]) -> None:
@@ -238,3 +273,8 @@ class Holdings:
         policy = session.options.cache_policy
         needed = self._bytes_for(num_tokens, policy)
         return needed - self._bytes_for(session.cached, policy) if session.cached else needed
+
+
+def _num_behind(session: Session, length: int) -> int:
+    """Of the session's first `length` rows those whose states are to be read from the target."""
+    return max(length - (session.cached - session.num_behind), 0)

@@ -65,7 +65,7 @@ class Stepper:
         self._stats = EngineStatsBuilder()
         self._fused: FusedSteps | None = None
         if isinstance(target, Fuses):
-            self._fused = FusedSteps(target, self.drafting, speculation, sessions, with_states=keeps_features)
+            self._fused = FusedSteps(target, self.drafting, speculation, sessions)
             self.holdings.budget_bytes = min(self.holdings.budget_bytes, target.capacity_bytes)
 
     @property
@@ -209,7 +209,8 @@ class Stepper:
         rows = work.rows(path)
         assert session.cache is not None
         self._target.commit(session.cache, rows)
-        self.holdings.keep(session, len(rows), _kept(output.hidden, rows) if self.holdings.keeps_features else None)
+        is_kept = self.holdings.keeps_features and not session.num_behind
+        self.holdings.keep(session, len(rows), _kept(output.hidden, rows) if is_kept else None)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)
@@ -277,11 +278,9 @@ class Stepper:
             fused.record(outcome)
             num_steps = 1 if work.shape.depth else num_taken
             self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted), num_steps)
-        hidden = outcome.hidden
         if num_rows < outcome.num_rows:
             self._target.truncate(session.cache, session.cached + num_rows)
-            hidden = None if hidden is None else hidden[:num_rows]
-        self.holdings.keep(session, num_rows, hidden)
+        self.holdings.keep(session, num_rows, None)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)
@@ -301,8 +300,11 @@ class Stepper:
         session = request.session
         if self._fused is not None:
             self._fused.leave(session)
+        is_offered = session.options.capture is not Switch.OFF and request.num_emitted > 0
+        if self._tap is not None and is_offered:
+            self.holdings.catch_up(session)
         session.compact_features()
-        if self._tap is None or session.options.capture is Switch.OFF or request.num_emitted == 0:
+        if self._tap is None or not is_offered:
             return
         history = tuple(session.history)
         self._tap.offer(

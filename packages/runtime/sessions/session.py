@@ -78,6 +78,7 @@ class Session:
         default_factory=list
     )  # kept to prime drafters after a swap, and for the tap; never changed
     num_settled: int = 0  # of their parts: of earlier turns, or another session's
+    num_behind: int = 0  # rows behind the kept ones, the last of the cached, whose states nobody has read from the target yet
     draft: DraftState | None = None
 
     @property
@@ -156,10 +157,11 @@ class Session:
     @property
     def first_kept(self) -> int:
         """The position of the first kept feature row."""
-        return self.cached - sum(map(len, self.features))
+        return self.cached - self.num_behind - sum(map(len, self.features))
 
     def aux_from(self, position: int) -> torch.Tensor:
         """Kept target states of positions `position` .. cached-1: [m, 3*Ht]. first_kept <= position < cached."""
+        assert not self.num_behind, "the target's states are to be read first"
         parts: list[torch.Tensor] = []
         end = self.cached
         for part in reversed(self.features):

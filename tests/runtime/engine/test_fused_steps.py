@@ -15,19 +15,20 @@ import pytest
 import torch
 
 from runtime.backends import load_target
-from runtime.backends.base import Segment, Target
+from runtime.backends.base import FULL, Segment, SegmentOutput, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, DraftRequest
 from runtime.drafters.none import NoDrafter
 from runtime.eagle3 import Eagle3Model
 from runtime.engine.local import LocalEngine
+from runtime.features.tap import Tap
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, Tokenizer
 from runtime.speculation import Processor, verify
 from runtime.speculation.sampling import Sampled
-from runtime.types import DrafterPolicy, SamplingParams, SessionOptions, Started
+from runtime.types import CachePolicy, DrafterPolicy, SamplingParams, SessionOptions, Started, Switch
 
-from .conftest import Listener, audit, greedy_reference, prompt_of, random_eagle3
+from .conftest import KeepingTap, Listener, audit, greedy_reference, prompt_of, random_eagle3
 
 CAPACITY_BYTES = 2**30  # less than the budget of the settings
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -37,7 +38,47 @@ GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 class _Step:
     caches: list[int]
     tokens: list[list[int]]
-    hidden: HiddenStates
+
+
+class States:
+    """Of all committed rows of a target's caches, as a device has them beside their K/V."""
+
+    def __init__(self, target: Any) -> None:
+        self._seen: dict[int, HiddenStates] = {}  # by the last forward
+        self._kept: dict[int, list[HiddenStates]] = {}
+        self._dropped, self._forward, self._commit = target.dropped, target.forward, target.commit
+        self._truncate, self._fork, self._drop = target.truncate, target.fork, target.drop
+        self.num_reads = 0
+        for name in ("forward", "commit", "truncate", "fork", "drop"):
+            setattr(target, name, getattr(self, name))
+        target.states_of = self.states_of
+
+    def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
+        outputs = self._forward(segments)
+        self._seen |= {segment.cache: output.hidden for segment, output in zip(segments, outputs, strict=True)}
+        return outputs
+
+    def commit(self, cache: int, rows: Sequence[int]) -> None:
+        self._commit(cache, rows)
+        self._kept.setdefault(cache, []).extend(self._seen[cache][row : row + 1] for row in rows)
+
+    def truncate(self, cache: int, length: int) -> None:
+        self._truncate(cache, length)
+        del self._kept[cache][length:]
+
+    def fork(self, cache: int, length: int | None = None) -> int:
+        copy = self._fork(cache, length)
+        self._kept[copy] = self._kept[cache][:length]
+        return copy
+
+    def drop(self, cache: int) -> None:
+        self._drop(cache)
+        self._kept.pop(cache, None)
+
+    def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
+        self.num_reads += 1
+        assert self._dropped(cache) <= first < end <= len(self._kept[cache])
+        return HiddenStates.concat(self._kept[cache][first:end])
 
 
 @dataclass
@@ -48,7 +89,6 @@ class SlowDecoder:
     max_depth: int
     max_sequences: int
     max_steps: int = 6
-    with_states: bool = True
     began: list[int] = field(default_factory=list)  # tokens of each history, when it came here
     pending: dict[int, list[int]] = field(default_factory=dict)  # the whole history of each cache that it knows
     sampled: dict[int, Sampled] = field(default_factory=dict)  # and where it stands
@@ -100,20 +140,16 @@ class SlowDecoder:
             known = self.pending[cache]
             assert len(known) == self.target.length(cache) + 1
             steps.append(self._in_a_row(cache, known, num_steps) if num_steps > 1 else self._one(cache, known, [], depth))
-        hidden = HiddenStates(torch.stack([each.aux for _, each in steps]), torch.stack([each.last for _, each in steps]))
-        self.step = _Step(list(caches), [tokens for tokens, _ in steps], hidden)
+        self.step = _Step(list(caches), steps)
         return True
 
-    def _in_a_row(self, cache: int, history: list[int], num_steps: int) -> tuple[list[int], HiddenStates]:
+    def _in_a_row(self, cache: int, history: list[int], num_steps: int) -> list[int]:
         tokens: list[int] = []
-        parts: list[HiddenStates] = []
         for _ in range(num_steps):
-            [token], hidden = self._one(cache, history, tokens, 0)
-            tokens.append(token)
-            parts.append(hidden[-1:])
-        return tokens, HiddenStates.concat(parts)
+            tokens += self._one(cache, history, tokens, 0)
+        return tokens
 
-    def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> tuple[list[int], HiddenStates]:
+    def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> list[int]:
         """Behind the history and the `more` tokens that came to it."""
         guesses: list[int] = []
         for place in range(depth):
@@ -125,10 +161,9 @@ class SlowDecoder:
         params = SamplingParams(temperature=0.0) if one is None else one.params
         uniforms = None if one is None else one.uniforms.at(one.place + len(more), depth + 1)[:, 1]
         processor = Processor(params, history, self.target.info.vocab_size)
-        verdict = verify(output.logits, Draft(guesses), processor, uniforms)
-        return verdict.token_ids, HiddenStates(output.hidden.aux.clone(), output.hidden.last.clone())
+        return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
+    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
         assert self.step is not None
         step, self.step = self.step, None
         for cache, tokens, is_wanted in zip(step.caches, step.tokens, still_wanted, strict=True):
@@ -142,7 +177,7 @@ class SlowDecoder:
             history += tokens
             if one := self.sampled.get(cache):
                 self.sampled[cache] = replace(one, place=one.place + len(tokens))
-        return step.tokens, step.hidden if self.with_states else None
+        return step.tokens
 
 
 @dataclass
@@ -150,8 +185,14 @@ class Fused:
     engine: LocalEngine
     decoder: SlowDecoder
 
-    def begin(self, prompt: list[int], params: SamplingParams = GREEDY, options: SessionOptions | None = None) -> Listener:
-        session_id = self.engine.create_session(options).session_id
+    def begin(
+        self,
+        prompt: list[int],
+        params: SamplingParams = GREEDY,
+        options: SessionOptions | None = None,
+        session_id: str | None = None,
+    ) -> Listener:
+        session_id = session_id or self.engine.create_session(options).session_id
         self.engine.append(session_id, prompt)
         listener = Listener()
         self.engine.generate(session_id, params, on_event=listener)
@@ -172,10 +213,12 @@ def fused(request: pytest.FixtureRequest, target: Target, tokenizer: Tokenizer) 
     assert target.cache_bytes() == 0
 
 
-def make_engine(target: Target, tokenizer: Tokenizer, speculation: SpeculationConfig) -> tuple[list[SlowDecoder], LocalEngine]:
+def make_engine(
+    target: Target, tokenizer: Tokenizer, speculation: SpeculationConfig, tap: Tap | None = None
+) -> tuple[list[SlowDecoder], LocalEngine]:
     """Started."""
     decoders = make_fusing(target)
-    engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8))
+    engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8), tap)
     engine.start()
     return decoders, engine
 
@@ -183,9 +226,10 @@ def make_engine(target: Target, tokenizer: Tokenizer, speculation: SpeculationCo
 def make_fusing(target: Target) -> list[SlowDecoder]:
     """Give the target whole steps; the decoders that engines ask it for come to stand in the list."""
     decoders: list[SlowDecoder] = []
+    target.states = States(target)  # type: ignore[attr-defined]
 
-    def new_decoder(max_depth: int, _max_sequences: int, with_states: bool) -> SlowDecoder:
-        decoders.append(SlowDecoder(target, max_depth, max_sequences=5, with_states=with_states))
+    def new_decoder(max_depth: int, _max_sequences: int) -> SlowDecoder:
+        decoders.append(SlowDecoder(target, max_depth, max_sequences=5))
         return decoders[-1]
 
     target.new_decoder = new_decoder  # type: ignore[attr-defined]
@@ -382,6 +426,65 @@ def test_who_drafts_trees_because_they_are_pinned_goes_the_general_way(
     engine.stop()
 
 
+SPECULATION = SpeculationConfig(mode=SpeculationMode.FIXED, max_draft_tokens=3)
+
+
+def assert_states(oracle: Target, history: Sequence[int], parts: Sequence[HiddenStates], policy: CachePolicy = FULL) -> None:
+    """They are those of the last positions of the history."""
+    cache = oracle.new_cache(policy)
+    rows = []
+    for token_id in history:
+        [output] = oracle.forward([Segment(cache, [token_id])])
+        oracle.commit(cache, range(1))
+        rows.append(output.hidden)
+    oracle.drop(cache)
+    expected, found = HiddenStates.concat(rows), HiddenStates.concat(parts)
+    assert torch.allclose(found.aux, expected.aux[-len(found) :], atol=1e-4)
+    assert torch.allclose(found.last, expected.last[-len(found) :], atol=1e-4)
+
+
+def test_the_tap_gets_the_states_of_every_turn(target: Target, tokenizer: Tokenizer, oracle: Target):
+    """Of those that it is offered, and of no others, and only then."""
+    tap = KeepingTap()
+    [decoder], engine = make_engine(target, tokenizer, SPECULATION, tap)
+    fused = Fused(engine, decoder)
+    [kept, other] = [engine.create_session(SessionOptions(capture=capture)).session_id for capture in (Switch.ON, Switch.OFF)]
+    for seed in range(3):
+        one, two = (fused.begin(prompt_of(seed, 9), session_id=session_id) for session_id in (other, kept))
+        one.wait()
+        two.wait()
+    assert len(tap.turns) == target.states.num_reads == 3  # type: ignore[attr-defined]
+    for number, turn in enumerate(tap.turns, start=1):
+        assert len(turn.token_ids) == number * 39
+        assert sum(map(len, turn.hidden)) in (len(turn.token_ids), len(turn.token_ids) - 1)
+        assert_states(oracle, turn.token_ids, turn.hidden)
+    engine.stop()
+
+
+@pytest.mark.parametrize("policy", [FULL, CachePolicy(sink=4, window=24)])
+def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
+    policy: CachePolicy, target: Target, tokenizer: Tokenizer, oracle: Target
+):
+    """Also when truncated, saved or forked in between; for the whole steps alone nobody reads any."""
+    [decoder], engine = make_engine(target, tokenizer, SPECULATION)
+    fused, session_id = Fused(engine, decoder), engine.create_session(SessionOptions(cache_policy=policy)).session_id
+    first = fused.begin(prompt_of(1, 9), session_id=session_id)
+    first.wait()
+    assert target.states.num_reads == 0  # type: ignore[attr-defined]
+    fork = engine.fork_session(session_id).session_id
+    general = replace(GREEDY, logprobs=True, max_tokens=12)
+    seen = [fused.begin(prompt_of(2, 5), general, session_id=each) for each in (session_id, fork)]
+    for each in seen:
+        assert each.wait().speculation.num_drafted > 0
+    assert target.states.num_reads == 2  # type: ignore[attr-defined]
+    histories = [*prompt_of(1, 9), *first.token_ids, *prompt_of(2, 5), *seen[0].token_ids]
+    for session in engine._store:
+        assert session.history == histories
+        assert len(session.history[: session.cached]) - session.first_kept >= (policy.window or session.cached)
+        assert_states(oracle, session.history[: session.cached], session.features, policy)
+    engine.stop()
+
+
 def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
     target: Target, tokenizer: Tokenizer, oracle: Target
 ):
@@ -409,7 +512,7 @@ def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
         engine.generate(session_ids[3], kinds[3], on_event=listeners[-1])
         listeners[-1].wait()
         answers.append([listener.token_ids for listener in listeners])
-        is_kept = [bool(session.features) for session in engine._store]
+        is_kept = [bool(session.features) or session.num_behind > 0 for session in engine._store]
         assert is_kept == [engine is general] * len(session_ids)
         if engine is patient:
             audit(engine, target)

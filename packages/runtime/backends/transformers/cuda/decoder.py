@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,6 @@ from runtime.backends.transformers.cuda.sending import send, staged
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, Picks, Step
 from runtime.backends.transformers.cuda.target import CudaTarget, Graphs, bucket
 from runtime.eagle3.model import Eagle3Model
-from runtime.hidden_states import HiddenStates
 from runtime.speculation.sampling import Sampled
 
 WARM_UP_ROUNDS = 4  # the first of which captures
@@ -55,15 +54,13 @@ class _Flight:
     num: int
     depth: int
     num_steps: int
-    hidden: list[torch.Tensor] = field(default_factory=list)  # [num, 4H] of each of several plain steps, where they are wanted
 
 
 class FusedDecoder:
     """Steps of a `CudaTarget`'s sequences, with a drafter or without. One thread at a time, the target's."""
 
-    def __init__(self, target: CudaTarget, max_depth: int, max_sequences: int, with_states: bool = True) -> None:
+    def __init__(self, target: CudaTarget, max_depth: int, max_sequences: int) -> None:
         self._target = target
-        self._with_states = with_states
         self._max_sequences = min(max_sequences, MAX_SEQUENCES, len(target.pool.device_table) - 1)
         self._step = Step(target, max_depth, bucket(self._max_sequences))
         on_cuda = target.device.type == "cuda"
@@ -143,27 +140,21 @@ class FusedDecoder:
             self._bring_up(behind, depth)
         self._draw_numbers(sequences, num_tokens)
         num = bucket(len(tables))
-        flight = _Flight(tables, sequences, num, depth, num_steps)
-        is_known = self._start([sequence.row for sequence in sequences], num, depth, _picks(sequences), num_steps, flight.hidden)
-        self._flight = flight
+        is_known = self._start([sequence.row for sequence in sequences], num, depth, _picks(sequences), num_steps)
+        self._flight = _Flight(tables, sequences, num, depth, num_steps)
         self._draw_numbers(sequences, 2 * num_tokens)  # for the next one too, while the device is busy
         return is_known and not behind
 
-    def collect(self, still_wanted: Sequence[bool]) -> tuple[list[list[int]], HiddenStates | None]:
+    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
         """Wait for what was launched: new tokens of each sequence, at least one, the last of which is pending.
 
-        K/V of all new tokens but the last is committed then. -1 stands where no logit was finite. The states are those of the
-        rows that were verified, aux [n, rows, 3H] and last [n, rows, H]: depth + 1 of one step, or one of each of several; None
-        without states. What is no longer wanted changes nothing.
+        K/V and states of all new tokens but the last are committed then. -1 stands where no logit was finite. What is no longer
+        wanted changes nothing.
         """
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        num, depth, hidden = flight.num, flight.depth, None
-        if flight.hidden:
-            hidden = torch.stack(flight.hidden, dim=1)
-        elif self._with_states:
-            hidden = self._step.buffers.hidden[: num * (depth + 1)].clone().view(num, depth + 1, -1)
-        tokens = self._wait(len(flight.tables), num, depth, flight.num_steps)
+        depth = flight.depth
+        tokens = self._wait(len(flight.tables), flight.num, depth, flight.num_steps)
         advance = self._target.pool.advance
         for table, sequence, new, is_wanted in zip(flight.tables, flight.sequences, tokens, still_wanted, strict=True):
             if not is_wanted:
@@ -175,10 +166,7 @@ class FusedDecoder:
             sequence.place += len(new)
             sequence.fresh = 1 if flight.num_steps > 1 else len(new)
             advance(table, len(new), keep_tail=True)
-        if hidden is None:
-            return tokens, None
-        split = 3 * self._target.info.hidden_size
-        return tokens, HiddenStates(hidden[:, :, :split], hidden[:, :, split:])
+        return tokens
 
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         """Capture all greedy steps of up to so many sequences, that none has to wait for it; seconds of each by number and depth.
@@ -192,7 +180,7 @@ class FusedDecoder:
                 taken = []
                 for _ in range(WARM_UP_ROUNDS):
                     started = time.perf_counter()
-                    self._start([], num, depth, Picks.BEST, 1, [])
+                    self._start([], num, depth, Picks.BEST, 1)
                     self._wait(0, num, depth, 1)
                     taken.append(time.perf_counter() - started)
                 seconds[num, depth] = min(taken)
@@ -268,9 +256,9 @@ class FusedDecoder:
         if lacking:
             self._step.seats.fill(*(list(column) for column in zip(*lacking, strict=True)))
 
-    def _start(self, rows: list[int], num: int, depth: int, picks: Picks, num_steps: int, hidden: list[torch.Tensor]) -> bool:
-        """Steps of these rows of the table, and of nobody in the places up to `num`; their results come to the host. Of several
-        `hidden` takes the states. Whether all of it was captured before."""
+    def _start(self, rows: list[int], num: int, depth: int, picks: Picks, num_steps: int) -> bool:
+        """Steps of these rows of the table, and of nobody in the places up to `num`; their results come to the host. Whether
+        all of it was captured before."""
         step, seats = self._step, rows + [0] * (num - len(rows))
         if seats != self._seats[:num]:
             self._seats = seats + [0] * (len(self._seats) - num)
@@ -279,8 +267,6 @@ class FusedDecoder:
         for number in range(num_steps):
             is_known &= self._graphs.run((num, depth, picks), partial(step.run, num, depth, picks))
             self._host_result[number, :size].copy_(step.result[:size], non_blocking=True)
-            if num_steps > 1 and self._with_states:
-                hidden.append(step.buffers.hidden[:num].clone())
         if self._arrival is not None:
             self._arrival.record()
         return is_known

@@ -167,8 +167,9 @@ class PagedPool:
 
     def states_of(self, table: Table, first: int, end: int) -> torch.Tensor:
         """[end - first, 4H] what the forwards of these committed positions left behind; they must not be dropped."""
-        block, offset = self._places(table, range(first, end))
-        return self.states[block * BLOCK_TOKENS + offset]
+        positions = np.arange(first, end)
+        slots = np.array(table.blocks, dtype=np.int64)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        return self.states[send(slots, self.shape.device)]
 
     # --- on disk ---
 

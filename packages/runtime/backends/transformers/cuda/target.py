@@ -188,12 +188,13 @@ class CudaTarget:
         """Of K/V; a tenth of the pool is kept back for blocks that are taken ahead."""
         return self.pool.num_bytes(self.pool.blocks.num_blocks - 1) * 9 // 10
 
-    def new_decoder(self, max_depth: int, max_sequences: int, with_states: bool = True) -> FusedDecoder:
+    def new_decoder(self, max_depth: int, max_sequences: int) -> FusedDecoder:
         """What runs whole steps of this target's sequences on the device, so many at most, with chains of up to max_depth."""
         from runtime.backends.transformers.cuda.decoder import FusedDecoder
 
-        return FusedDecoder(self, max_depth, max_sequences, with_states)
+        return FusedDecoder(self, max_depth, max_sequences)
 
+    @torch.inference_mode()
     def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
         """Of committed positions, out of the pool."""
         return self._states(self.pool.states_of(self.pool[cache], first, end))

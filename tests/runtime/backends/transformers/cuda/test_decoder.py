@@ -91,15 +91,13 @@ def test_drafts_tokens_and_swaps(device: torch.device):
             request = DraftRequest(drafter.new_state(), 0, aux, histories[index], depth)
             drafts.append(drafter.propose([request])[0].token_ids)
         decoder.launch([caches[index] for index in who], [histories[index] for index in who], [None] * len(who), depth)
-        tokens, hidden = decoder.collect([True] * len(who))
+        tokens = decoder.collect([True] * len(who))
         for place, (index, new) in enumerate(zip(who, tokens, strict=True)):
             if depth:  # what was accepted is the beginning of the draft, and the next token is not
                 assert new[:-1] == drafts[place][: len(new) - 1]
                 assert len(new) > depth or new[-1] != drafts[place][len(new) - 1]
-            first = len(histories[index]) - 1
-            kept = target.states_of(caches[index], first, first + len(new))
-            torch.testing.assert_close(hidden.last[place, : len(new)], kept.last)
             histories[index] += new
+            assert_states(target, caches[index], histories[index][:-1])
         number += 1
     for history, prompt, answer in zip(histories, PROMPTS, expected, strict=True):
         assert history[len(prompt) :][:NUM_TOKENS] == answer
@@ -132,7 +130,7 @@ def test_sampled_sequences_say_what_the_general_way_says(device: torch.device):
             request = DraftRequest(drafter.new_state(), 0, aux, history, depth, temperature=heat, uniforms=uniforms)
             drafts.append(drafter.propose([request])[0] if depth else Draft([]))
         decoder.launch(caches, histories, sampled, depth)
-        tokens, _ = decoder.collect([True] * len(caches))
+        tokens = decoder.collect([True] * len(caches))
         for index, (history, draft, params, new) in enumerate(zip(histories, drafts, kinds, tokens, strict=True)):
             cache = target.new_cache()
             [output] = target.forward([Segment(cache, [*history, *draft.token_ids], num_logits=len(draft.token_ids) + 1)])
@@ -157,7 +155,7 @@ def test_the_next_request_of_a_sequence_brings_its_own_parameters(device: torch.
     for number, params in enumerate([SamplingParams(temperature=0.0), SamplingParams(temperature=2.0), SamplingParams(top_k=1)]):
         sampled = None if params.is_greedy else Sampled(params, Uniforms(number), 0)
         decoder.launch([cache], [history], [sampled], 0)
-        [new], _ = decoder.collect([True])
+        [new] = decoder.collect([True])
         found.append(new)
         target.truncate(cache, len(history) - 1)
         decoder._sequences[target.pool[cache]].length = len(history) - 1  # as if nothing had come of the step
@@ -183,30 +181,37 @@ def test_several_plain_steps_in_a_row(device: torch.device):
     caches, histories = prefilled(target, PROMPTS)
     for depth, num_steps in ((0, 3), (2, 1), (0, 2)):
         decoder.launch(caches, histories, [None] * 3, depth, num_steps)
-        tokens, hidden = decoder.collect([True] * 3)
-        for place, (cache, history, new) in enumerate(zip(caches, histories, tokens, strict=True)):
+        tokens = decoder.collect([True] * 3)
+        for cache, history, new in zip(caches, histories, tokens, strict=True):
             assert depth or len(new) == num_steps
-            first = len(history) - 1
-            kept = target.states_of(cache, first, first + len(new))
-            torch.testing.assert_close(hidden.last[place, : len(new)], kept.last)
             history += new
+            assert_states(target, cache, history[:-1])
     for history, prompt, answer in zip(histories, PROMPTS, expected, strict=True):
         assert history[len(prompt) :][:NUM_TOKENS] == answer[: len(history) - len(prompt)]
 
 
-def test_sequences_join_rows_of_steps_that_tell_no_states(device: torch.device):
+def assert_states(target: Any, cache: int, history: list[int]) -> None:
+    """What the pool has of a sequence is what a forward of it leaves behind."""
+    other = target.new_cache()
+    [output] = target.forward([Segment(other, history)])
+    kept = target.states_of(cache, 0, len(history))
+    torch.testing.assert_close(kept.aux, output.hidden.aux, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(kept.last, output.hidden.last, atol=1e-4, rtol=1e-4)
+    target.drop(other)
+
+
+def test_sequences_join_rows_of_steps(device: torch.device):
     """Each with its prompt's last token pending, as one that was just read; a step is under way while the next one is read."""
     model, target = make_target(device)
     expected = [greedy(model, prompt, device) for prompt in PROMPTS]
-    decoder = target.new_decoder(max_depth=0, max_sequences=3, with_states=False)
+    decoder = target.new_decoder(max_depth=0, max_sequences=3)
     caches, histories = [target.new_cache() for _ in PROMPTS], [list(prompt) for prompt in PROMPTS]
     read(target, caches[0], histories[0])
     for num_in, num_steps in ((1, 3), (2, 2), (3, 3), (3, 1), (3, 2)):
         decoder.launch(caches[:num_in], histories[:num_in], [None] * num_in, 0, num_steps)
         if num_in < len(PROMPTS):
             read(target, caches[num_in], histories[num_in])
-        tokens, hidden = decoder.collect([True] * num_in)
-        assert hidden is None
+        tokens = decoder.collect([True] * num_in)
         for history, new in zip(histories, tokens, strict=False):
             assert len(new) == num_steps
             history += new
@@ -227,7 +232,7 @@ def test_blocks_that_are_taken_ahead_end_where_the_model_does(device: torch.devi
     [cache], [history] = prefilled(target, [text])
     for _ in range(3):
         decoder.launch([cache], [history], [None], 0)
-        [new], _ = decoder.collect([True])
+        [new] = decoder.collect([True])
         history += new
     assert len(history) == LONGEST
     assert target.cache_bytes() == target.cache_bytes(LONGEST)

@@ -14,6 +14,8 @@ from training.judging.answers import PLAIN, Answer, Pass
 from training.judging.oracle import Oracle
 from training.judging.questions import Question
 
+SPECULATED, OWN = "speculated", "own"
+
 
 @dataclass(frozen=True)
 class Deviation:
@@ -29,6 +31,7 @@ class Deviation:
     gap: float | None  # below the best float32 logit there, of the two that which lies lower; null: one ended
     largest_gap: float  # of any token of the answer with a drafter
     is_near_tie: bool  # neither is beyond the limit
+    odd_one: str | None  # SPECULATED or OWN: which answer is beyond it, or ends where the other goes on; null: a near tie
 
 
 def deviations(
@@ -65,6 +68,17 @@ def _deviation(oracle: Oracle, limit: float, under: Pass, question: Question, ou
     if drafted is not None and plainly is not None:
         gap = max(our_gaps[place], oracle.gaps(question.token_ids, theirs[: place + 1])[place])
     is_near = gap is not None and max(gap, *our_gaps) <= limit
+    odd_one = SPECULATED if drafted is None or max(our_gaps) > limit else OWN
     return Deviation(
-        under.drafter, under.shape, question.suite, question.id, place, drafted, plainly, gap, max(our_gaps), is_near
+        drafter=under.drafter,
+        shape=under.shape,
+        suite=question.suite,
+        question=question.id,
+        place=place,
+        drafted=drafted,
+        plain=plainly,
+        gap=gap,
+        largest_gap=max(our_gaps),
+        is_near_tie=is_near,
+        odd_one=None if is_near else odd_one,
     )

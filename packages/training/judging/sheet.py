@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from training.judging.lossless import OWN, SPECULATED
 
 Row = Mapping[str, Any]
 PASS = ("suite", "drafter", "shape", "temperature")
@@ -95,7 +98,19 @@ def _losslessness(result: Mapping[str, Any]) -> str:
             f"{each['drafted']} and not {each['plain']}, in float32 up to {gap} below the best logit, and no token of the answer "
             f"more than {each['largest_gap']:.2g} ({kind})"
         )
-    return text
+    return text + _whose(differing)
+
+
+def _whose(differing: Sequence[Row]) -> str:
+    """Which answer is the odd one where it is no tie. Files of before do not say."""
+    odd_ones = Counter(each.get("odd_one") for each in differing)
+    own, speculated = odd_ones[OWN], odd_ones[SPECULATED]
+    if not own and not speculated:
+        return ""
+    return (
+        f"\n\nWhere it says NO TIE, what is off is the speculated answer {speculated} times, which alone would be a fault of "
+        f"speculation, and the target's own, made without a drafter, {own} times."
+    )
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:

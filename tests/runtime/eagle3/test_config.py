@@ -161,7 +161,7 @@ def test_the_embedded_drafters_config() -> None:
     config = Eagle3Config.from_dict(json.loads((path / "config.json").read_text()))
     assert config.aux_layer_ids == (1, 14, 26)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
-    assert (config.draft_vocab_size, config.max_position_embeddings) == (8192, 8192)
+    assert (config.draft_vocab_size, config.max_position_embeddings) == (16384, 8192)
     assert Eagle3Config.from_dict(config.to_dict()) == config
     assert path_for("tiny") is None
     assert path_for("../embedded/smollm2-135m") is None

@@ -57,7 +57,7 @@ def test_the_embedded_drafter_is_valid_for_its_model() -> None:
     assert path is not None
     info = TargetInfo("smollm2-135m", "any", 49152, 576, 30, 8192, (1, 14, 26), (2,), "float32", "cpu")
     embedding = torch.randn(49152, 576, generator=torch.Generator().manual_seed(0)) * 0.1
-    assert len(validate(path, info, embedding).vocabulary) == 8192
+    assert len(validate(path, info, embedding).vocabulary) == 16384
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])

@@ -9,11 +9,14 @@ Alignment: aux[p] (the target's state at position p) pairs with token x[p+1]; th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+IsEnough = Callable[[Sequence[float]], bool]
+"""Confidences of a chain's nodes so far -> whether deeper ones would not be worth drafting."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class DraftRequest:
     num_nodes: int | None = None  # of a tree, at most: those with the most likely paths; None: all that there are
     temperature: float = 0.0  # of a chain. 0: propose the most likely; else sample each draft from softmax(logits / temperature)
     uniforms: torch.Tensor | None = None  # float64 [depth] on the CPU, to draw draft k with; required when temperature > 0
+    is_enough: IsEnough | None = None  # a certain chain may end early by it, where looking costs nothing
 
 
 @dataclass(frozen=True)

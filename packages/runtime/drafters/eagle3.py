@@ -113,6 +113,8 @@ class Eagle3Drafter:
         h = model.layer(roots.token_ids, roots.h, roots.positions, _attend_root(plans)).unsqueeze(1)  # [n, beams, H]
         growth.add(model.draft_logits(h))
         for level in range(1, plans[0].depth):
+            if growth.is_enough():
+                break
             n = growth.num_at(level)
             token_ids, beam = growth.frontier(n)  # [n, width], and which row of h is behind each
             h = h[:n].gather(1, beam[..., None].expand(-1, -1, h.shape[-1])).flatten(0, 1)
@@ -225,6 +227,7 @@ class _Growth:
         self._scores = torch.zeros(len(plans), 1, device=target_ids.device)  # [n, beams] log q of each beam's path
         self._places = torch.full((len(plans), 1), -1, device=target_ids.device)  # [n, beams] node that each beam is
         self._num_nodes = 0  # candidates of a plan so far
+        self._confidences: list[list[float]] = [[] for _ in plans]  # of chains that may end early
         self.ancestors = torch.ones(len(plans), 1, 0, dtype=torch.bool, device=target_ids.device)  # [n, beams, nodes fed in]
 
     def num_at(self, level: int) -> int:
@@ -240,10 +243,23 @@ class _Growth:
         for i in self._sampled:
             if i < n:
                 draft_ids[i, 0], log_q[i, 0] = self._sample(i, logits[i, 0], level)
+        self._log_q = log_q
         self._candidate_ids = self._target_ids[draft_ids].flatten(1)  # [n, beams * width]
         self._candidate_scores = (self._scores[:n, :, None] + log_q).flatten(1)
         parents = self._places[:n].repeat_interleave(self._width, dim=1)
         self._levels.append(torch.stack([self._candidate_ids.double(), self._candidate_scores.double(), parents.double()]))
+
+    def is_enough(self) -> bool:
+        """Whether nobody that could go deeper gains by it. Waits for the device, but only where everybody asks to be asked."""
+        going = self._plans[: self.num_at(len(self._levels))]
+        if self._width > 1 or any(plan.uniforms is not None or plan.request.is_enough is None for plan in going):
+            return False
+        for confidences, log_q in zip(self._confidences, self._log_q[:, 0, 0].tolist(), strict=False):
+            confidences.append(math.exp(log_q))
+        return all(
+            plan.request.is_enough is None or plan.request.is_enough(confidences)
+            for plan, confidences in zip(going, self._confidences, strict=False)
+        )
 
     def _sample(self, i: int, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._plans[i]

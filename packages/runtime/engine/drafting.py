@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from runtime.backends.base import TargetInfo
 from runtime.drafters.base import Draft, Drafter, DraftRequest
 from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
@@ -25,14 +26,15 @@ MAX_NODES = 63  # of a draft, where its drafter was told no number: with the pen
 
 
 class Drafting:
-    def __init__(self, drafter: Drafter, pacer: Pacer, holdings: Holdings, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, pacer: Pacer, holdings: Holdings, target: TargetInfo) -> None:
         self.active = drafter
         self.loaded = {drafter.version: drafter}  # those that sessions may be pinned to, the active one included
         self.num_failures = 0  # steps that ran without drafts of a drafter because it raised
         self.num_swaps = 0
         self._pacer = pacer
         self._holdings = holdings
-        self._vocab_size = vocab_size
+        self._vocab_size = target.vocab_size
+        self._may_look = target.device == "cpu"  # at a draft while it grows, without waiting for it
 
     # --- which drafter ---
 
@@ -81,6 +83,7 @@ class Drafting:
         for work, ask, shape in zip(drafting, asks, shapes, strict=True):
             work.ask, work.shape = ask, shape
             if shape.depth:
+                work.is_enough = self._pacer.enough_for(ask, shape, len(works), context) if self._may_look else None
                 calls.setdefault((ask.version, shape.width), []).append(work)
         seconds = sum(self._propose(version, width, of_one) for (version, width), of_one in calls.items())
         asked = [work for of_one in calls.values() for work in of_one]
@@ -113,7 +116,8 @@ class Drafting:
             work.request.note_drafter(version)
         if self._pacer.costs is not None:
             depth = max(request.depth for request in requests)
-            self._pacer.costs.record_proposal(version, width, len(works), depth, seconds)
+            levels = max(draft.depth for draft in drafts)
+            self._pacer.costs.record_proposal(version, width, len(works), depth, seconds, is_whole=levels == depth)
         return seconds
 
     def record(self, work: Work, path: Sequence[int]) -> None:
@@ -142,6 +146,7 @@ class Drafting:
             num_nodes=shape.num_nodes,
             temperature=request.draft_temperature,
             uniforms=request.drafting(shape.depth),
+            is_enough=work.is_enough,
         )
 
 

@@ -56,7 +56,7 @@ class Stepper:
         keeps_features = tap is not None or speculation.max_draft_tokens > 0 or not sessions.patient
         self.holdings = Holdings(target, sessions, keeps_features)
         self._pacer = Pacer(speculation)
-        self.drafting = Drafting(drafter, self._pacer, self.holdings, target.info.vocab_size)
+        self.drafting = Drafting(drafter, self._pacer, self.holdings, target.info)
         self._target = target
         self._info = target.info
         self._speculation = speculation

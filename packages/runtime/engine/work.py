@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.backends.base import Segment
-from runtime.drafters.base import Draft, Drafter
+from runtime.drafters.base import Draft, Drafter, IsEnough
 from runtime.engine.request import Request
 from runtime.speculation.depth import PLAIN, Ask, Shape
 
@@ -27,6 +27,7 @@ class Work:
     drafter: Drafter | None = None  # that speculates for this session, if one does
     ask: Ask | None = None  # and how the pacer was asked for the shape of its draft
     shape: Shape = PLAIN
+    is_enough: IsEnough | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -68,7 +68,7 @@ class Acceptance:
 
     def gains(self, depth: int) -> list[float]:
         """[k]: tokens that a draft of k levels is expected to add, for k from 0 to depth."""
-        reach = accumulate((self._value(k) for k in range(depth)), mul)
+        reach = accumulate((self.chance(k) for k in range(depth)), mul)
         return list(accumulate(reach, initial=0.0))
 
     def size(self, depth: int, guess: float) -> float:
@@ -80,12 +80,13 @@ class Acceptance:
         for average in self._levels:
             average.forget(weight)
 
-    def _value(self, k: int) -> float:
+    def chance(self, k: int) -> float:
+        """That level k is accepted where the levels before are."""
         return self._levels[k].value if k < len(self._levels) else self._guess(k)
 
     def _guess(self, k: int) -> float:
         if self._like is not None:
-            return 1.0 - SIBLING_MISSES * (1.0 - self._like._value(k))
+            return 1.0 - SIBLING_MISSES * (1.0 - self._like.chance(k))
         return self._levels[min(k, len(self._levels)) - 1].value if k and self._levels else FIRST_GUESS
 
 
@@ -110,6 +111,10 @@ class Confidence:
         for parent, confidence in zip(draft.lineage, draft.confidences, strict=True):
             scores.append(self._bin(confidence).value * (scores[parent] if parent >= 0 else 1.0))
         return scores
+
+    def reach(self, confidences: Sequence[float]) -> float:
+        """The chance that all nodes of a chain with these confidences are accepted."""
+        return math.prod(self._bin(confidence).value for confidence in confidences)
 
     def _bin(self, confidence: float) -> Average:
         return self._bins[min(int(confidence**0.5 * NUM_BINS), NUM_BINS - 1)]

@@ -28,6 +28,7 @@ class Costs:
         ]  # more rows never cost less
         self._session_s = session_s
         self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its bucket
+        self._levels: dict[tuple[str, int, int], _Recent] = {}  # (version, width, sessions)
         self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
@@ -69,9 +70,19 @@ class Costs:
         nearest = min(known, key=lambda place: (abs(place[0] - here[0]), abs(place[1] - depth)))
         return known[nearest].median * depth / nearest[1]
 
-    def record_proposal(self, version: str, width: int, num_sessions: int, depth: int, seconds: float) -> None:
+    def level(self, version: str, width: int, num_sessions: int) -> float:
+        """Of one level more of such a call."""
+        known = self._levels.get((version, width, bucket(num_sessions)))
+        return 0.0 if known is None else known.median
+
+    def record_proposal(
+        self, version: str, width: int, num_sessions: int, depth: int, seconds: float, *, is_whole: bool = True
+    ) -> None:
+        """is_whole: all levels were drafted, none left out as not worth it."""
         known = self._proposals.setdefault((version, width), {})
         known.setdefault((bucket(num_sessions), depth), _Recent()).add(seconds)
+        if is_whole:
+            self._levels.setdefault((version, width, bucket(num_sessions)), _Recent()).add(seconds / depth)
 
     def _expected(self, num_sessions: int, num_rows: float) -> float:
         """By the table: linear between two places of it, and on from the last two."""

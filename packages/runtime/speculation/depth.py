@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
-from runtime.drafters.base import Draft
+from runtime.drafters.base import Draft, IsEnough
 from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
 from runtime.speculation.costs import Costs
 
@@ -70,6 +70,7 @@ class Pacer:
         self._confidence: dict[Group, Confidence] = {}
         self._habits: dict[Group, _Habit] = {}
         self._choice: tuple[Hashable, dict[Group, Shape]] = ((), {})  # what it was made for, and what it is
+        self._rate = 0.0  # tokens a second that it promises
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
         self._num_drafting = 0  # steps since the last one that was plain to know its cost
@@ -145,6 +146,7 @@ class Pacer:
                 if rate > best_rate:
                     best, best_rate = shape, rate
             chosen[group] = habit.shape = best
+            self._rate = best_rate
             more_tokens, more_rows, more_seconds = self._promise(group, best, of_one)
             tokens, rows, seconds = tokens + more_tokens, rows + more_rows, seconds + more_seconds
         return chosen
@@ -180,6 +182,20 @@ class Pacer:
                 return (self._config.tree_width,)
             case TreeShape.AUTO:  # a sampled chain is accepted more often than any tree of certain nodes
                 return (1,) if kind == SAMPLED else (1, self._config.tree_width)
+
+    # --- while drafting ---
+
+    def enough_for(self, ask: Ask, shape: Shape, num_sessions: int, context: int) -> IsEnough | None:
+        """When a chain of this shape need not become longer: another level would bring fewer tokens than its time is worth."""
+        group, depth = (ask.version, ask.kind), shape.depth
+        is_free = not self.is_adaptive or self._num_steps % UNCUT_EVERY == 0 or self._habit(group).is_probing
+        if is_free or depth < 2 or shape.width > 1 or ask.kind == SAMPLED:
+            return None
+        rows = num_sessions * (1 + depth)
+        rows_s = self._costs.forward(num_sessions, rows, context) - self._costs.forward(num_sessions, num_sessions, context)
+        least = self._rate * (self._costs.level(ask.version, 1, num_sessions) + rows_s / depth) / num_sessions  # tokens
+        likely, confidence = self._acceptance_of(group, 1).chance(0), self._confidence_of(ask)  # later levels lack those left out
+        return lambda confidences: confidence.reach(confidences) * likely < least
 
     # --- after drafting ---
 

@@ -265,6 +265,29 @@ def test_a_tiny_temperature_drafts_greedily():
         assert sampled.token_ids == greedy.token_ids
 
 
+def test_chains_end_where_all_of_a_batch_have_enough():
+    def propose(*more):
+        """Drafts of depth 5 of a drafter of its own, a sequence for each set of fields."""
+        drafter = Eagle3Drafter(MODEL, "v")
+        requests = [Sequence(n).request(drafter.new_state(), 0, 6, 5, **fields) for n, fields in enumerate(more)]
+        return drafter.propose(requests)
+
+    seen = []
+
+    def after(num_nodes):
+        return {"is_enough": lambda confidences: seen.append(list(confidences)) or len(confidences) >= num_nodes}
+
+    whole = propose({}, {})
+    assert [len(draft.token_ids) for draft in propose(after(1), after(1))] == [1, 1]
+    short = propose(after(2), after(3))
+    assert [draft.token_ids for draft in short] == [draft.token_ids[:3] for draft in whole]
+    assert short[1].confidences == pytest.approx(whole[1].confidences[:3])
+    assert seen[-1] == pytest.approx(whole[1].confidences[:3])
+    assert [len(draft.token_ids) for draft in propose(after(1), {})] == [5, 5]
+    sampled = {"temperature": 1.0, "uniforms": numbers(3, 5)}
+    assert [len(draft.token_ids) for draft in propose(after(1), after(1) | sampled)] == [5, 5], "nothing drawn decides"
+
+
 def test_rows_may_be_missing():
     drafter, sequence = Eagle3Drafter(MODEL, "v"), Sequence(2)
     state = drafter.new_state()

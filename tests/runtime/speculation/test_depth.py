@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
-from runtime.drafters.base import Draft, SparseProbs
+from runtime.drafters.base import Draft, IsEnough, SparseProbs
 from runtime.speculation.acceptance import Acceptance, Confidence
 from runtime.speculation.costs import Costs, bucket
 from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer, Shape
@@ -41,6 +41,7 @@ class Machine:
     level_s: float = 0.002  # of drafting
     chance: float = 0.6  # that a level of a chain is accepted
     tree_bonus: float = 0.1
+    spread: float = 0.3  # of that chance, from level to level
     noise: float = 0.05
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -50,15 +51,17 @@ class Machine:
     def proposal_s(self, shape: Shape) -> float:
         return self.level_s * shape.depth * (1.0 if shape.width == 1 else 1.2)
 
-    def draft(self, shape: Shape) -> tuple[Draft, list[int]]:
+    def draft(self, shape: Shape, is_enough: IsEnough | None = None) -> tuple[Draft, list[int]]:
         """A draft and what will be accepted of it. Confidences are honest: a level is as sure as its luck."""
         token_ids: list[int] = []
         parents: list[int] = []
         confidences: list[float] = []
         path: list[int] = []
         parent, alive = -1, True
-        for _ in range(shape.depth):
-            chance = min(max(self.chance + self.rng.uniform(-0.3, 0.3), 0.0), 1.0) if self.chance else 0.0
+        for level in range(shape.depth):
+            if level and is_enough is not None and is_enough(confidences):
+                break
+            chance = min(max(self.chance + self.rng.uniform(-self.spread, self.spread), 0.0), 1.0) if self.chance else 0.0
             first = len(token_ids)
             siblings = 1 if shape.width == 1 else 2
             for sibling in range(siblings):
@@ -76,18 +79,21 @@ class Machine:
         return Draft(token_ids, None, parents, confidences), path
 
 
-def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int) -> tuple[float, list[Shape]]:
-    """Tokens per second, and the first session's shape of each step."""
+def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int, may_end: bool = False) -> tuple[float, list[Shape]]:
+    """Tokens per second, and the first session's shape of each step. may_end: single chains end where they are long enough."""
     tokens, seconds, first_shapes = 0, 0.0, []
     asks = [Ask("v", 64, GREEDY)] * num_sessions
     for _ in range(num_steps):
         shapes = pacer.choose(asks, num_sessions, context=200)
         first_shapes.append(shapes[0])
-        made = [machine.draft(shape) for shape in shapes]
+        enough = pacer.enough_for(asks[0], shapes[0], num_sessions, 200) if may_end and shapes[0].depth else None
+        made = [machine.draft(shape, enough) for shape in shapes]
         drafts = [draft for draft, _ in made]
-        proposal_s = machine.proposal_s(shapes[0]) * machine.rng.uniform(1, 1 + machine.noise)
+        drafted = shapes[0] if enough is None else replace(shapes[0], depth=drafts[0].depth)
+        proposal_s = machine.proposal_s(drafted) * machine.rng.uniform(1, 1 + machine.noise)
         if shapes[0].depth and pacer.costs is not None:
-            pacer.costs.record_proposal("v", shapes[0].width, num_sessions, shapes[0].depth, proposal_s)
+            is_whole = drafted.depth == shapes[0].depth
+            pacer.costs.record_proposal("v", shapes[0].width, num_sessions, shapes[0].depth, proposal_s, is_whole=is_whole)
             drafts = pacer.cut(list(zip(asks, drafts, strict=True)), num_sessions, 200, proposal_s)
         num_rows = sum(1 + len(draft.token_ids) for draft in drafts)
         forward_s = machine.forward(num_rows) * machine.rng.uniform(1, 1 + machine.noise)
@@ -238,6 +244,31 @@ def test_nobody_gets_more_than_it_can_use_and_kinds_are_judged_apart() -> None:
             break
     assert shapes[0].depth >= 4
     assert [shape.depth for shape in shapes[1:]] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
+def test_chains_that_end_early_gain_on_those_that_are_only_cut(chance: float) -> None:
+    rates = {}
+    for may_end in (False, True):
+        machine = Machine(cpu, level_s=cpu(1) / 15, chance=chance, spread=0.5)
+        rates[may_end] = run(adaptive(machine), machine, 1, 3000, may_end)[0]
+    assert rates[True] > 1.01 * rates[False]
+
+
+def test_only_certain_chains_end_early() -> None:
+    machine = Machine(cpu, chance=0.6)
+    pacer = adaptive(machine)
+    run(pacer, machine, 1, 300)
+    ask, chain = Ask("v", 64, GREEDY), Shape(5)
+    pacer.choose([ask], 1, 200)
+    while (enough := pacer.enough_for(ask, chain, 1, 200)) is None:  # a step in which nothing is left out
+        pacer.choose([ask], 1, 200)
+    assert enough([0.01])
+    assert not enough([0.99, 0.98])
+    assert pacer.enough_for(ask, Shape(1), 1, 200) is None
+    assert pacer.enough_for(ask, Shape(3, 4, 12), 1, 200) is None
+    assert pacer.enough_for(replace(ask, kind=SAMPLED), chain, 1, 200) is None
+    assert Pacer(SpeculationConfig(mode=SpeculationMode.FIXED)).enough_for(ask, chain, 1, 200) is None
 
 
 def test_sampled_chains_are_never_cut() -> None:

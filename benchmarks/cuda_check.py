@@ -37,8 +37,8 @@ from engine_tables import table
 from prompts import read as read_prompts
 
 from runtime.backends.base import Segment
+from runtime.backends.whole_steps import Fuses
 from runtime.config import BackendConfig, DrafterConfig, ModelConfig, SpeculationConfig, SpeculationMode, TreeShape
-from runtime.engine.fused import Fuses
 from runtime.errors import SlipstreamError
 from runtime.models import Tokenizer, resolve
 from training.judging.oracle import LIMITS, Oracle

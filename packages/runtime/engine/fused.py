@@ -1,14 +1,16 @@
 """Steps that run on the device as a whole, for the sessions whose tokens need no look by the host: greedy and sampled decoding
 that no penalty, bias or grammar bends and no log-probabilities are asked of.
 
-A target that can (`Fuses`) gives a decoder that drafts, verifies and accepts without the host in between. While the host looks
-at the tokens of one step, the device makes the next: who turns out to have ended meanwhile is left out when it is collected.
+A target that can (`backends.whole_steps`) gives a decoder that drafts, verifies and accepts without the host in between. While
+the host looks at the tokens of one step, the device makes the next: who turns out to have ended meanwhile is left out when it is
+collected.
 
     device   | step 1     | step 2     | step 3     |
     host       launch 1     collect 1, launch 2, take 1    collect 2, launch 3, take 2
 
 Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
-step. Stops and length limits cut what was emitted, as there. With very many sessions and nobody drafting, several steps are
+step. Stops and length limits cut what was emitted, as there; who ends with a token that has no K/V yet takes part in the next
+step for that alone. With very many sessions and nobody drafting, several steps are
 launched in a row and looked at together: there it is the host that takes the time. Where nobody waits for single tokens
 (`sessions.patient`), prompts are read up to their last token behind the row that is under way, and the next row begins with it.
 """
@@ -19,16 +21,13 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
-from runtime.backends.base import Target
+from runtime.backends.whole_steps import Fuses
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
-from runtime.eagle3.model import Eagle3Model
 from runtime.engine.drafting import Drafting, ask_for
-from runtime.engine.holdings import KeepsStates
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
@@ -36,78 +35,12 @@ from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import Costs
 from runtime.speculation.depth import Pacer, Shape
-from runtime.speculation.sampling import Sampled
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
 ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or for so long where nobody minds
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
-
-
-class Decoder(Protocol):
-    """Whole steps on the device. See the CUDA backend's for what they do."""
-
-    @property
-    def max_sequences(self) -> int: ...
-
-    @property
-    def max_depth(self) -> int: ...
-
-    @property
-    def max_steps(self) -> int:
-        """In a row."""
-        ...
-
-    def depth_of(self, num_sequences: int) -> int:
-        """Of the longest chains that so many can have, at most `max_depth`."""
-        ...
-
-    def load_drafter(self, model: Eagle3Model) -> bool:
-        """Draft with this network from the next step on. False, and no change, if it cannot."""
-        ...
-
-    def can_continue(self, cache: int, depth: int) -> bool:
-        """Whether another step of this sequence needs nothing of the host."""
-        ...
-
-    def launch(
-        self,
-        caches: Sequence[int],
-        histories: Sequence[Sequence[int]],
-        sampled: Sequence[Sampled | None],
-        depth: int,
-        num_steps: int = 1,
-    ) -> bool:
-        """Begin a step, or several plain ones. Histories include the pending token, `sampled` says where sampled requests stand;
-        those of caches that can continue are not looked at. False: something had to be made ready first, so this step says
-        nothing of what others take."""
-        ...
-
-    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        """End it: new tokens of each, the last of them pending (-1: no finite logits). What is no longer wanted changes
-        nothing. States of the rows are the target's to tell."""
-        ...
-
-    def leave(self, cache: int) -> None:
-        """The cache goes on elsewhere, or nowhere. Also for one that was never here."""
-        ...
-
-    def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
-        """Compile what steps of up to so many sequences need; seconds of each step by their number and its depth."""
-        ...
-
-
-@runtime_checkable
-class Fuses(KeepsStates, Target, Protocol):
-    """A target that runs whole steps."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Of K/V that it can hold; its memory does not grow."""
-        ...
-
-    def new_decoder(self, max_depth: int, max_sequences: int) -> Decoder: ...
 
 
 @dataclass(frozen=True)
@@ -127,6 +60,7 @@ class _Flight:
     """A step that is under way, or several."""
 
     works: list[Work]
+    requests: set[int]  # their ids
     caches: list[int]
     depth: int
     num_steps: int
@@ -220,6 +154,8 @@ class FusedSteps:
             self._decoder.leave(session.cache)
 
     def takes(self, work: Work) -> bool:
+        if work.is_settling:
+            return self._flight is not None and id(work.request) in self._flight.requests
         return work.is_decode and self._has_room(work, 0) and self._picks(work.request)
 
     def picks_first(self, request: Request) -> bool:
@@ -261,9 +197,10 @@ class FusedSteps:
         flight, self._flight = self._flight, None
         landed = [] if flight is None else [self._land(flight, works)]
         self._load()  # nothing is under way: a swap takes effect here
-        if not any(part.works for part in landed) and self._can_draft_all(works):
-            landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(works)]
-        self._take_off(works, {id(work.request): new for part in landed for work, _, new in part.works})
+        live = [work for work in works if not work.is_settling]
+        if not any(part.works for part in landed) and self._can_draft_all(live):
+            landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(live)]
+        self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
@@ -274,11 +211,17 @@ class FusedSteps:
         """Begin the step after this one for all that it may have, unless the host is needed first. new: by request's id, the
         tokens that just came for it."""
         going: list[Work] = []
+        num_ending = 0  # of them: only the K/V of the last token is missing
         for work in works:
-            new_ids = new.get(id(work.request), ())
-            if not work.request.ends_within(new_ids) and self._has_room(work, len(new_ids)):
-                going.append(Work(work.request, work.token_ids, is_last_chunk=True))
+            request, new_ids = work.request, new.get(id(work.request), ())
+            if (is_ending := request.ends_within(new_ids)) and not (new_ids and request.ends_at(new_ids)):
+                continue
+            if self._has_room(work, len(new_ids)):
+                num_ending += is_ending
+                going.append(Work(request, work.token_ids, is_last_chunk=True))
         parts = self._parts(going) if self._can_draft_all(going) else []
+        if going and num_ending == len(going):
+            parts = [(going, 0)]
         if len(parts) != 1:
             return
         part, depth = parts[0]
@@ -317,7 +260,7 @@ class FusedSteps:
         num_steps = 1 if depth else self._num_in_a_row(works, new)
         is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
-        return _Flight(works, caches, depth, num_steps, started, is_typical)
+        return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, started, is_typical)
 
     def _num_in_a_row(self, works: list[Work], new: Mapping[int, Sequence[int]]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""

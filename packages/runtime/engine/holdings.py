@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from runtime.backends.base import Target
+from runtime.backends.whole_steps import KeepsStates
 from runtime.config import SessionsConfig
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.prefixes import BLOCK_TOKENS, PrefixIndex, common_length
@@ -31,15 +31,6 @@ log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
-
-
-@runtime_checkable
-class KeepsStates(Protocol):
-    """A target that has the states of all rows whose K/V it has."""
-
-    def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
-        """A copy of those of committed positions first .. end-1, which must not be dropped."""
-        ...
 
 
 class Readers:

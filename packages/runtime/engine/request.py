@@ -166,6 +166,10 @@ class Request:
         """Whether the turn is sure to end with one of these, the next that there are. It may for other reasons too."""
         return self.num_remaining <= len(token_ids) or not self._end_token_ids.isdisjoint(token_ids)
 
+    def ends_at(self, token_ids: Sequence[int]) -> bool:
+        """Whether that is with the last of these."""
+        return not self.ends_within(token_ids[:-1]) and self.ends_within(token_ids)
+
     def _read(self, token_id: int) -> str:
         """Text that became safe to show with this token; sets finish_reason if the token ends the turn."""
         if token_id in self._eos_token_ids or token_id in self._stop_token_ids:

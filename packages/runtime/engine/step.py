@@ -20,12 +20,13 @@ from contextlib import contextmanager
 import torch
 
 from runtime.backends.base import SegmentOutput, Target
+from runtime.backends.whole_steps import Fuses
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode
 from runtime.drafters.base import Draft, Drafter
 from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
-from runtime.engine.fused import FusedSteps, Fuses, Outcome
+from runtime.engine.fused import FusedSteps, Outcome
 from runtime.engine.holdings import Holdings, Readers
 from runtime.engine.request import Request
 from runtime.engine.work import Work

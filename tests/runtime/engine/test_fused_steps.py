@@ -249,6 +249,26 @@ def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
     assert fused.engine.stats().kv_budget_bytes == CAPACITY_BYTES
 
 
+def test_the_last_tokens_of_turns_need_no_forward_of_their_own(fused: Fused, oracle: Target):
+    """Prompts alone go the general way: what has no K/V when its turn ends gets it in the next step, beside those that go on."""
+    prompts = [prompt_of(seed, 8) for seed in range(4)]
+    texts = [greedy_reference(oracle, prompt, 30) for prompt in prompts]
+    limits = [replace(GREEDY, max_tokens=5 + 6 * number) for number in range(4)]
+    limits[3] = replace(GREEDY, stop_token_ids=(texts[3][20],))
+    ends = [5, 11, 17, texts[3].index(texts[3][20]) + 1]
+    before = fused.engine.stats()
+    off = SessionOptions(drafter_policy=DrafterPolicy("off"))
+    listeners = [fused.begin(prompt, limit, off) for prompt, limit in zip(prompts, limits, strict=True)]
+    for listener, text, end in zip(listeners, texts, ends, strict=True):
+        listener.wait()
+        assert listener.token_ids == text[:end]
+    fused.begin(prompt_of(9, 4), replace(GREEDY, max_tokens=1)).wait()  # nothing is under way any more
+    num_general = fused.engine.stats().num_target_forwards - before.num_target_forwards - sum(fused.decoder.rows_of_steps)
+    assert num_general <= len(prompts) + 2
+    for session in fused.engine._store:
+        assert session.cached == len(session.history)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_turns_end_where_they_must_and_sessions_go_on(num_tokens: int, fused: Fused, oracle: Target):
     session_id = fused.engine.create_session().session_id
@@ -292,8 +312,10 @@ def test_a_stop_in_the_text_is_found_while_the_next_step_is_under_way(fused: Fus
     listener = fused.begin(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop=(late[0],)))
     assert listener.wait().finish_reason == "stop"
     assert listener.text == text[: text.index(late[0])]
-    fused.begin(prompt_of(5, 4)).wait()  # the step that was under way has been collected by now
-    assert fused.decoder.num_discarded
+    fused.begin(prompt_of(5, 4), replace(GREEDY, max_tokens=1)).wait()  # the step that was under way has been collected by now
+    num_general = fused.engine.stats().num_target_forwards - sum(fused.decoder.rows_of_steps)
+    assert fused.decoder.num_discarded or num_general <= 3, "either nothing of that step was needed, or the last token's K/V"
+    assert all(session.cached == len(session.history) for session in fused.engine._store)
 
 
 def test_what_the_host_must_see_goes_the_general_way(fused: Fused, oracle: Target):

@@ -32,6 +32,7 @@ from runtime.files import remove_leftovers
 from runtime.models import Tokenizer, absolute, home
 from training.assembly import Workshop, make_trainer, prepare
 from training.config import Mode, TrainingConfig
+from training.data import shards
 from training.data.conversations import files_of
 from training.data.corpus import load_corpus
 from training.data.offline import OfflineStream
@@ -39,6 +40,7 @@ from training.data.plane import open_plane, plane_root
 from training.data.stream import OnlineStream
 from training.data.tokens import heldout_fraction
 from training.interleaved.loop import build_online_eagle3_runtime
+from training.learning import checkpoint
 from training.learning.distributed import World, joined
 from training.reporting import origins, plot
 from training.reporting.metrics import TrainMetrics
@@ -177,7 +179,9 @@ def _over_corpus(shop: Workshop, given: str) -> None:
     sources = (source for source, _, _ in found.corpus.labels)
     fraction = heldout_fraction(config.data.heldout_fraction, sources, config.trainer.gate.min_heldout_rows)
     corpus = {"rows": len(found.corpus), "tokens": found.corpus.num_tokens, "sha256": found.corpus.digest}
-    _note(shop, corpus=corpus, heldout_fraction=fraction)
+    captures = [shards.described(each) for each in shards.directories_of("data.corpus", given)]
+    made_of = {"captures": captures} if captures else {"files": origins.of_files(files_of("data.corpus", given))}
+    _note(shop, corpus=corpus, heldout_fraction=fraction, **made_of)
     prefill = Prefill(load_packed(shop.resolved, shop.target.device), found.corpus, config.data.max_batch_tokens)
     is_heldout = found.corpus.is_heldout(fraction)
     heldout = HeldoutRows(prefill, np.flatnonzero(is_heldout).tolist())
@@ -227,7 +231,11 @@ def _tell(shop: Workshop, rows_from: str) -> None:
 def _note(shop: Workshop, **data: object) -> None:
     """What the run is made from, once for all ranks."""
     if shop.world.is_first:
-        start = "scratch" if shop.start.directory is None else shop.start.version
+        version, directory = shop.start.version, shop.start.directory
+        made = checkpoint.finished(shop.run_dir / "checkpoints")
+        if made:  # the registry's active version may be another one by now
+            version, directory = checkpoint.load_state(made[-1])["start"]
+        start = origins.SCRATCH if directory is None else version
         target = {"name": shop.target.name, "fingerprint": shop.target.fingerprint}
         origins.note(shop.run_dir, target=target, start=start, data=data)
 

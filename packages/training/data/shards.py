@@ -31,6 +31,7 @@ from training.data.tokens import Corpus, TokenRow, name_of
 FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
+COUNTED = ("rows", "tokens", "generated_tokens")
 SHARED = {  # in the origin, what directories that are read as one have in common
     "target_fingerprint": "model",
     "tokenizer_hash": "tokenizer",
@@ -148,7 +149,7 @@ class TokenShards:
         self._flushed_at = time.monotonic()
 
     def totals(self) -> dict[str, int]:
-        return {name: sum(shard[name] for shard in self._shards) for name in ("rows", "tokens", "generated_tokens")}
+        return {name: sum(shard[name] for shard in self._shards) for name in COUNTED}
 
     def _write_manifest(self) -> None:
         manifest = {"format": FORMAT, "origin": self._origin, "totals": self.totals(), "shards": self._shards}
@@ -217,6 +218,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest.get("origin"), dict) or not isinstance(shards, list) or not all(map(_names_a_shard, shards)):
         raise ConfigError(f"{path} does not say what made its rows, or which shards there are; give another directory.")
     return manifest
+
+
+def described(directory: Path) -> dict[str, Any]:
+    """What the manifest says of all its rows, and which directory it is. Null: it does not say."""
+    manifest = read_manifest(directory)
+    names = ("model", "target_fingerprint", "files", "answers")
+    totals = {name: sum(shard.get(name) or 0 for shard in manifest["shards"]) for name in COUNTED}
+    return {"directory": str(directory), **totals, **{name: manifest["origin"].get(name) for name in names}}
 
 
 def _names_a_shard(entry: Any) -> bool:

@@ -1,5 +1,6 @@
 """The model card: README.md beside an exported drafter. Every figure is read from a file that a program wrote (manifest,
-metrics.jsonl, config.yaml, the JSON of mode=evaluate); what is not known is left out.
+metrics.jsonl, config.yaml, provenance.json, the JSON of mode=evaluate); what is not known is left out, and so are places on the
+machine that made it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from runtime.eagle3.interchange import Dialect, Offered
 from runtime.errors import ConfigError
 from runtime.models import absolute
 from training.drafters import Found
+from training.interchange.recipe import Setting, recipe, shortened
 from training.judging.sheet import markdown
 from training.learning.target_weights import TargetWeights
+from training.reporting import origins
 from training.reporting.history import History
 
 CARD_FILE = "README.md"
-RECIPE = ("mode", "trainer", "data", "producer")  # groups of a run's settings that shape a drafter
 MAX_CELL = 120
+MAX_NAMES = 4  # of files in a cell
 
 
 def read_evaluation(path: str, version: str, target_fingerprint: str) -> Mapping[str, Any]:
@@ -65,7 +68,8 @@ def write_card(
     if found.manifest is not None and found.manifest.metrics:
         sections.append(_table("Held-out rows, as the trainer's gate judged it", sorted(found.manifest.metrics.items())))
     if evaluation is not None:
-        sections.append(f"## Evaluation\n\n{markdown(evaluation).strip()}")
+        model = {**evaluation["model"], "name": shortened(evaluation["model"]["name"])}
+        sections.append(f"## Evaluation\n\n{markdown({**evaluation, 'model': model}).strip()}")
     path.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
 
 
@@ -74,7 +78,7 @@ def _shape(drafter: Offered, dialect: Dialect, target: TargetWeights) -> list[tu
     vocabulary = DraftVocabulary.from_tensors(drafter.tensors["d2t"], drafter.tensors["t2d"])
     num_parameters = sum(tensor.numel() for tensor in drafter.tensors.values() if tensor.is_floating_point())
     return [
-        ("target", f"{target.name}, fingerprint {target.fingerprint}"),
+        ("target", f"{shortened(target.name)}, fingerprint {target.fingerprint}"),
         ("form", dialect.value),
         ("weights", f"{num_parameters:,} parameters, {config.dtype}"),
         ("draft vocabulary", f"{len(vocabulary):,} of {vocabulary.vocab_size:,} tokens, hash {vocabulary.hash}"),
@@ -85,31 +89,43 @@ def _shape(drafter: Offered, dialect: Dialect, target: TargetWeights) -> list[tu
 
 def _origin(found: Found) -> list[tuple[str, Any]]:
     manifest, origin = found.manifest, found.origin
+    began = [] if origin is None else list(_beginning(origin[0]))
     if manifest is None:
-        return [] if origin is None else [("run", origin[0].name), ("step", origin[1])]
+        return [] if origin is None else [("run", origin[0].name), ("step", origin[1]), *began]
     made = datetime.datetime.fromtimestamp(manifest.created_at, datetime.UTC).isoformat(timespec="seconds")
     return [
         ("version", manifest.version),
         ("continued from", manifest.parent or "nothing: trained from scratch, or not known"),
         ("optimiser steps", manifest.step),
         ("published", made),
-        *([("run", origin[0].name)] if origin is not None else []),
+        *([("run", origin[0].name), *began] if origin is not None else []),
         *([("notes", manifest.notes)] if manifest.notes else []),
     ]
+
+
+def _beginning(run_dir: Path) -> Iterator[tuple[str, Any]]:
+    start = origins.start_of(run_dir)
+    if start is not None:
+        yield "the run began from", "nothing: trained from scratch" if start == origins.SCRATCH else f"drafter {start}"
 
 
 def _run_sections(found: Found) -> Iterator[str]:
     if found.origin is None:
         return
     run_dir, last_step = found.origin
+    noted = origins.noted(run_dir)
     history = History.read(run_dir)
     counts = [(label, f"{history.total(name, last_step):,}") for label, name in _COUNTS]
-    yield _table("Data", [("steps", f"{sum(step <= last_step for step in history.steps):,}"), *counts])
+    rates = [entry.get("learning_rate") or 0.0 for step, entry in history.steps.items() if step <= last_step]
+    figures = [("steps", f"{len(rates):,}"), *counts, *([("learning rate, at most", max(rates))] if any(rates) else [])]
+    yield _table("Data", [*figures, *_data(noted.get("data", {}))])
+    yield _sources(noted.get("data", {}))
     try:
-        settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except OSError:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
         return
-    yield _table("Recipe", list(_flat({name: settings[name] for name in RECIPE if name in settings})))
+    if isinstance(config, Mapping):
+        yield _recipe(recipe(config, is_from_scratch=noted.get("start", origins.SCRATCH) == origins.SCRATCH))
 
 
 _COUNTS = (
@@ -119,20 +135,63 @@ _COUNTS = (
 )
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested objects as dotted names; of lists only those of plain values."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
-    elif not isinstance(value, list) or not any(isinstance(item, list | dict) for item in value):
-        yield prefix, value
+def _data(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the run noted of its rows as a whole."""
+    for name, label in (("corpus", "token rows"), ("features", "stored rows with features")):
+        if name in data:
+            rows, digest = data[name]["rows"], data[name]["sha256"]
+            tokens = f" of {data[name]['tokens']:,} tokens" if "tokens" in data[name] else ""
+            yield label, f"{rows:,}{tokens}, sha256 {digest[:12]}"
+    if "heldout_fraction" in data:
+        yield "share held out for the gate", data["heldout_fraction"]
+    if "live_rows_of" in data:
+        yield "rows", "a server's live traffic"
+
+
+def _sources(data: Mapping[str, Any]) -> str:
+    """A line for each capture, or for each file that was read as it is."""
+    if "captures" in data:
+        header = ["capture", "prompts", "rows", "generated tokens", "temperatures", "max_tokens", "seed", "answers of"]
+        return _columns("Sources", header, [_capture(each) for each in data["captures"]])
+    files = data.get("files") or data.get("prompts") or {}
+    return _columns("Sources", ["file", "sha256"], [[shortened(path), each["sha256"][:12]] for path, each in files.items()])
+
+
+def _capture(each: Mapping[str, Any]) -> list[Any]:
+    answers = each["answers"] or {}
+    files = [shortened(name) for name in each["files"] or ()]
+    more = [f"and {len(files) - MAX_NAMES} more"] if len(files) > MAX_NAMES else []
+    temperatures = ", ".join(f"{value:g}" for value in answers.get("temperatures", ()))
+    who = f"{shortened(each['model'])} ({each['target_fingerprint']})" if answers else "nobody: as they stood"
+    cells = [
+        Path(each["directory"]).name,
+        ", ".join(files[:MAX_NAMES] + more),
+        f"{each['rows']:,}",
+        f"{each['generated_tokens']:,}",
+    ]
+    return [*cells, temperatures or "-", answers.get("max_tokens", "-"), answers.get("seed", "-"), who]
+
+
+def _recipe(settings: Sequence[Setting]) -> str:
+    """What differs from the defaults as a table, and the defaults in one sentence."""
+    changed = [[each.name, each.value or "null", each.default or "null"] for each in settings if not each.is_default]
+    usual = [f"{each.name}={each.value}" for each in settings if each.is_default and each.value is not None]
+    others = "The other settings" if changed else "All settings"
+    said = f"{others} that shape a drafter are the defaults: {', '.join(usual)}." if usual else ""
+    table = _columns("Recipe", ["setting", "value", "default"], changed)
+    title = "## Recipe" if said and not changed else ""
+    return "\n\n".join(part for part in (title, table, said) if part)
 
 
 def _table(title: str, rows: Sequence[tuple[str, Any]]) -> str:
+    return _columns(title, ["", ""], rows)
+
+
+def _columns(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return ""
-    lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
-    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines])
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return "\n".join([f"## {title}", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|", *lines])
 
 
 def _cell(value: Any) -> str:

@@ -15,19 +15,24 @@ from runtime.features.refs import SampleRef
 from runtime.files import dump_json, sha256_of, write_atomic
 
 PROVENANCE_FILE = "provenance.json"
+SCRATCH = "scratch"
 
 
 def note(run_dir: Path, **values: Any) -> None:
     """Add to what `runtime.configuration.provenance` wrote when the run began."""
+    write_atomic(run_dir / PROVENANCE_FILE, dump_json(noted(run_dir) | values))
+
+
+def noted(run_dir: Path) -> dict[str, Any]:
+    """The record; empty if there is none."""
     path = run_dir / PROVENANCE_FILE
-    record = json.loads(path.read_text(encoding="utf-8"))
-    write_atomic(path, dump_json(record | values))
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return record
 
 
 def start_of(run_dir: Path) -> str | None:
-    """The drafter that the run began with; None if it never came so far."""
-    path = run_dir / PROVENANCE_FILE
-    start = json.loads(path.read_text(encoding="utf-8")).get("start") if path.exists() else None
+    """The drafter that the run began with, or SCRATCH; None if it never came so far."""
+    start = noted(run_dir).get("start")
     return None if start is None else str(start)
 
 

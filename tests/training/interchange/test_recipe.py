@@ -50,14 +50,14 @@ def told(config: TrainingConfig, *, is_from_scratch: bool = True) -> tuple[dict[
 
 def test_what_differs_is_written_as_a_user_writes_it() -> None:
     trainer = TrainerConfig(
-        init="/home/ann/drafters/eagle-7",
+        init="/srv/ann/drafters/eagle-7",
         objective=Objective.LK_BLEND,
         depth_weights=[1.0, 0.5, 0.25],
         learning_rate=3e-4,
         keep_checkpoints=9,
         schedule=ScheduleConfig(ScheduleKind.COSINE, steps=100),
     )
-    data = DataConfig(corpus="/home/ann/captures/machine-*", passes=2)
+    data = DataConfig(corpus="/srv/ann/captures/machine-*", passes=2)
     changed, usual = told(TrainingConfig(trainer=trainer, data=data, mode=Mode.OFFLINE), is_from_scratch=False)
     assert changed == {
         "mode": "offline",

@@ -158,11 +158,11 @@ def _sources(data: Mapping[str, Any]) -> str:
 
 
 def _capture(each: Mapping[str, Any]) -> list[Any]:
-    answers = each["answers"] or {}
+    answers = each["answers"] if isinstance(each["answers"], Mapping) else {}
     files = [shortened(name) for name in each["files"] or ()]
     more = [f"and {len(files) - MAX_NAMES} more"] if len(files) > MAX_NAMES else []
     temperatures = ", ".join(f"{value:g}" for value in answers.get("temperatures", ()))
-    who = f"{shortened(each['model'])} ({each['target_fingerprint']})" if answers else "nobody: as they stood"
+    who = f"{shortened(str(each['model']))} ({each['target_fingerprint']})" if answers else "nobody: as they stood"
     cells = [
         Path(each["directory"]).name,
         ", ".join(files[:MAX_NAMES] + more),

@@ -87,7 +87,17 @@ def files_of(setting: str, given: str) -> list[Path]:
         if not file.is_file():  # a pipe could be read once, and files are read again and held against what they were
             what = "it is no regular file" if file.exists() else "it is not there"
             raise ConfigError(f"{setting} names {str(file)!r}, which cannot be read ({what}); give a JSONL file.")
+        if not _is_text(str(file)):  # by which lines without id go
+            raise ConfigError(f"{setting} names {str(file)!r}, and that is no text in UTF-8; give the file another name.")
     return files
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 Report = Callable[[int, int], None]

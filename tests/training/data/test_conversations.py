@@ -172,6 +172,13 @@ def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path) -> None:
         files_of("data.corpus", str(tmp_path / "absent.jsonl"))
 
 
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Its lines could go by no name that a manifest can hold."""
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text(json.dumps({"turns": ["Why?"]}))
+    with pytest.raises(ConfigError, match=r"udcff\.jsonl', and that is no text in UTF-8; give the file another name"):
+        files_of("data.prompts", str(tmp_path))
+
+
 def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
     line = json.dumps({"turns": ["One?"]})
     (tmp_path / "file.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\r\n".encode())

@@ -26,8 +26,8 @@ import torch
 
 from runtime.drafters.base import Draft, DraftRequest, SparseProbs
 from runtime.drafters.eagle3_kv import SequenceKV
+from runtime.drafters.eagle3_packed import pack
 from runtime.eagle3.model import Attend, Eagle3Model
-from runtime.linear import pack_linears
 from runtime.speculation.sampling import LOWEST_TEMPERATURE, pick
 
 
@@ -133,9 +133,7 @@ class Eagle3Drafter:
 def _snapshot(model: Eagle3Model) -> Eagle3Model:
     """A copy for inference, its weights packed where a CPU gains by it. The target's embedding is shared, not copied."""
     served = copy.deepcopy(model, {id(shared): shared for shared in (model.embedding, model.vocabulary)})
-    fc = served.fc
-    pack_linears(served, halve=True)  # a draft is a guess: the target's own arithmetic decides
-    served.fc = fc  # stays plain: `project` reads its dtype
+    pack(served)
     return served.eval().requires_grad_(False)
 
 

@@ -54,7 +54,7 @@ class Eagle3Model(nn.Module):
 
     def project(self, aux: torch.Tensor) -> torch.Tensor:
         """aux [..., 3*Ht] (low, mid, high) -> h_0 [..., H]."""
-        aux = aux.to(self.fc.weight.dtype)
+        aux = aux.to(self.norm.weight.dtype)
         if self.fc_norm is not None:
             thirds = aux.chunk(3, dim=-1)
             aux = torch.cat([norm(third) for norm, third in zip(self.fc_norm, thirds, strict=True)], dim=-1)

@@ -221,7 +221,7 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that nothing disturbs: the choices then depend on acceptance alone."""
     monkeypatch.setattr("runtime.engine.step.measure_forward", lambda target: Costs({1: 0.030, 8: 0.045}))
     monkeypatch.setattr(Costs, "record_forward", lambda *args: None)
-    monkeypatch.setattr(Costs, "record_proposal", lambda *args: None)
+    monkeypatch.setattr(Costs, "record_proposal", lambda *args, **more: None)
 
 
 @pytest.mark.usefixtures("known_costs")

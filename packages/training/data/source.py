@@ -140,7 +140,7 @@ class ServerVersions:
         return self._registry.path(version)
 
     def get(self, version: str) -> VersionRecord:
-        """Fetched if it is not here yet. DrafterRejected if neither side has it, or what the server has cannot be used."""
+        """Fetched if it is not whole here. DrafterRejected if neither side has it, or what the server has cannot be used."""
         try:
             here = self._registry.get(version)
         except DrafterRejected:
@@ -153,7 +153,7 @@ class ServerVersions:
                 raise rejected(RejectReason.UNKNOWN_VERSION, said) from error
             gone = f"{RejectReason.UNKNOWN_VERSION.value}: the server does not have it"
             return replace(here, state=VersionState.REJECTED, reason=gone)
-        if here is None:
+        if here is None or here.manifest is None:  # damaged
             try:
                 self._fetch(version)
             except grpc.RpcError as error:

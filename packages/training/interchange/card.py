@@ -26,7 +26,8 @@ from training.reporting.history import History
 
 CARD_FILE = "README.md"
 MAX_CELL = 120
-MAX_NAMES = 4  # of files in a cell
+MAX_NAMES = 4  # of files in a cell,
+MAX_FILES = 32  # and in a table
 
 
 def read_evaluation(path: str, version: str, target_fingerprint: str) -> Mapping[str, Any]:
@@ -154,7 +155,9 @@ def _sources(data: Mapping[str, Any]) -> str:
         header = ["capture", "prompts", "rows", "generated tokens", "temperatures", "max_tokens", "seed", "answers of"]
         return _columns("Sources", header, [_capture(each) for each in data["captures"]])
     files = data.get("files") or data.get("prompts") or {}
-    return _columns("Sources", ["file", "sha256"], [[shortened(path), each["sha256"][:12]] for path, each in files.items()])
+    rows = [[shortened(path), each["sha256"][:12]] for path, each in sorted(files.items())]
+    more = [[f"and {len(rows) - MAX_FILES} more", "-"]] if len(rows) > MAX_FILES else []
+    return _columns("Sources", ["file", "sha256"], rows[:MAX_FILES] + more)
 
 
 def _capture(each: Mapping[str, Any]) -> list[Any]:

@@ -199,6 +199,9 @@ def test_a_run_begins_with_a_version_that_the_server_has(state, serve, tmp_path:
         assert (mine.get(version).manifest.step, mine.active()) == (7, None)
         versions = ServerVersions(mine, client, state.target, patience_s=10.0, address="here:1")
         assert versions.get(version).state is client.get(version).state
+        (mine.path(version) / "manifest.json").write_text("{")
+        assert mine.get(version).manifest is None
+        assert versions.get(version).manifest == mine.get(version).manifest is not None, "fetched again"
         shutil.rmtree(state.root / "registry" / "versions" / version)
         gone = versions.get(version)
         assert (gone.state, gone.reason) == (VersionState.REJECTED, "UNKNOWN_VERSION: the server does not have it")

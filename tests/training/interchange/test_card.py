@@ -112,6 +112,19 @@ def test_a_card_tells_from_which_drafter_its_run_began_also_when_it_went_on(stat
     assert "trainer.scratch" not in card
 
 
+def test_a_card_tells_the_first_of_many_files(state: Any, tmp_path: Path) -> None:
+    spoken = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because it is so, and not otherwise."}]
+    (tmp_path / "chats").mkdir()
+    for n in range(40):
+        (tmp_path / "chats" / f"{n:02}.jsonl").write_text(json.dumps({"conversations": spoken}))
+    settings = {"mode": Mode.OFFLINE, "data__corpus": str(tmp_path / "chats"), "trainer__max_steps": 1}
+    assert run(state.config(**settings, tracker__kind=TrackerKind.NONE)) == 0
+    card = card_of(state, "default", tmp_path / "out")
+    assert "| chats/31.jsonl | " in card
+    assert "chats/32.jsonl" not in card
+    assert "| and 8 more | - |" in card
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "trainer: 3"])
 def test_a_run_whose_settings_cannot_be_read_has_a_card_without_them(state: Any, tmp_path: Path, text: str) -> None:
     state.add(range(8))

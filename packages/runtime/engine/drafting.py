@@ -150,12 +150,12 @@ class Drafting:
         )
 
 
-def ask_for(work: Work) -> Ask:
-    """How the pacer is asked for the shape of its draft."""
+def ask_for(work: Work, most: int = MAX_NODES) -> Ask:
+    """How the pacer is asked for the shape of its draft, which has `most` levels anyway."""
     assert work.drafter is not None
     request = work.request
     asked = request.params.max_draft_tokens
-    limit = request.num_remaining if asked is None else min(asked, request.num_remaining)
+    limit = min(request.num_remaining, most) if asked is None else min(asked, request.num_remaining, most)
     kind = GREEDY if request.params.is_greedy else SAMPLED if request.draft_temperature else SEEDED
     return Ask(work.drafter.version, limit, kind)
 

@@ -21,10 +21,11 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from runtime.backends.whole_steps import Fuses
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
-from runtime.drafters.base import Draft, Drafter
+from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.engine.drafting import Drafting, ask_for
@@ -34,7 +35,7 @@ from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import Costs
-from runtime.speculation.depth import Pacer, Shape
+from runtime.speculation.depth import PLAIN, Pacer, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
@@ -43,16 +44,11 @@ PATIENT_SECONDS = 0.2  # or for so long where nobody minds
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step, or several, emitted for one session; as many rows are committed."""
 
     work: Work
     verdict: Verdict
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.verdict.token_ids)
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class _Flight:
     caches: list[int]
     depth: int
     num_steps: int
-    started: float
+    began: float
     is_typical: bool  # of what such a step takes
 
 
@@ -81,8 +77,6 @@ class _Landed:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
-                refused = self.depth + 1 - len(new)
-                work.draft = Draft(new[:-1] + [0] * refused)  # nobody asks which the refused ones were
             outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else [])))
         return outcomes
 
@@ -199,7 +193,8 @@ class FusedSteps:
         self._load()  # nothing is under way: a swap takes effect here
         live = [work for work in works if not work.is_settling]
         if not any(part.works for part in landed) and self._can_draft_all(live):
-            landed = [self._land(self._launch(part, depth, {}), part) for part, depth in self._parts(live)]
+            began = time.perf_counter()
+            landed = [self._land(self._launch(part, depth, {}, began), part) for part, depth in self._parts(live)]
         self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
         return [outcome for part in landed for outcome in part.outcomes()]
 
@@ -210,6 +205,7 @@ class FusedSteps:
     def _take_off(self, works: Sequence[Work], new: Mapping[int, Sequence[int]]) -> None:
         """Begin the step after this one for all that it may have, unless the host is needed first. new: by request's id, the
         tokens that just came for it."""
+        began = time.perf_counter()
         going: list[Work] = []
         num_ending = 0  # of them: only the K/V of the last token is missing
         for work in works:
@@ -227,7 +223,7 @@ class FusedSteps:
         part, depth = parts[0]
         if all(id(work.request) not in new or self._decoder.can_continue(_cache(work), depth) for work in part):
             try:
-                self._flight = self._launch(part, depth, new)
+                self._flight = self._launch(part, depth, new, began)
             except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
                 return
 
@@ -240,7 +236,7 @@ class FusedSteps:
         for work in works:
             work.drafter = self._drafter_for(work.request)
             if work.drafter is not None:
-                work.ask = ask_for(work)
+                work.ask = ask_for(work, self._decoder.max_depth)
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
         if self._costs:
@@ -248,19 +244,21 @@ class FusedSteps:
         shapes = self._pacer.choose(asks, len(works), _context(works)) if asks else []
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
         depth = min(max((shape.depth for shape in shapes), default=0), limit)
+        shared = Shape(depth)
         for work, shape in zip(drafting, shapes, strict=True):
-            work.shape = Shape(depth if shape.depth else 0)
+            work.shape = shared if shape.depth else PLAIN
         parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
         return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _launch(self, works: list[Work], depth: int, new: Mapping[int, Sequence[int]]) -> _Flight:
-        caches, started = [_cache(work) for work in works], time.perf_counter()
+    def _launch(self, works: list[Work], depth: int, new: Mapping[int, Sequence[int]], began: float) -> _Flight:
+        """began: when the host had what the step before brought, from which on this one takes its time."""
+        caches = [_cache(work) for work in works]
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
         num_steps = 1 if depth else self._num_in_a_row(works, new)
         is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
-        return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, started, is_typical)
+        return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 
     def _num_in_a_row(self, works: list[Work], new: Mapping[int, Sequence[int]]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
@@ -282,7 +280,7 @@ class FusedSteps:
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
         tokens = self._decoder.collect([work is not None for work in mine])
-        self._record_cost(flight, time.perf_counter() - flight.started)
+        self._record_cost(flight, time.perf_counter() - flight.began)
         rows = zip(mine, flight.works, tokens, strict=True)
         return _Landed([(work, launched, new) for work, launched, new in rows if work], flight.depth)
 
@@ -292,7 +290,7 @@ class FusedSteps:
         """What became of a draft: the nodes that were accepted."""
         work = outcome.work
         if work.ask is not None and work.shape.depth:
-            self._pacer.record(work.ask, work.shape, work.draft, outcome.verdict.path)
+            self._pacer.record_chain(work.ask, work.shape.depth, outcome.verdict.num_accepted)
 
     def _expect_costs(self) -> None:
         """What a new drafter takes until its own steps tell: weights do not change that."""

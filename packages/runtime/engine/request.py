@@ -8,7 +8,6 @@ together.
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections.abc import Sequence
 
@@ -69,7 +68,7 @@ class Request:
         self._uniforms = None if params.is_greedy else Uniforms(entropy if params.seed is None else params.seed)
         self._request_id = request_id or uuid.uuid4().hex
         self._on_event = on_event
-        self._cancelled = threading.Event()
+        self._is_cancelled = False
         self._is_finished = False
         self._text = tokenizer.stream()
         self._stops = StopMatcher(params.stop, params.include_stop)
@@ -84,11 +83,11 @@ class Request:
         return self._request_id
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self._is_cancelled = True
 
     @property
     def is_unwanted(self) -> bool:
-        return self._cancelled.is_set() or self.session.is_closed
+        return self._is_cancelled or self.session.is_closed
 
     @property
     def is_ending(self) -> bool:

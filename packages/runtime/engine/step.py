@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -107,8 +106,10 @@ class Stepper:
         started, context = time.perf_counter(), sum(work.request.session.cached for work in works) // len(works)
         outputs = self._verify(works)
         for work, output in zip(works, outputs, strict=True):
-            with self._alone(work):
+            try:
                 self._commit(work, output)
+            except Exception as error:
+                self._give_up(work, error)
         if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
             num_rows = sum(1 + len(work.draft.token_ids) for work in works)
             self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
@@ -206,7 +207,10 @@ class Stepper:
             self.drafting.record(work, verdict.path)
             num_taken = request.take(verdict, output.logits, is_prefills=not work.is_decode)
             path = verdict.path[:num_taken]
-            self._count(work, num_taken, len(path))
+            if work.is_decode:
+                self._count(work, num_taken, len(path), len(work.draft.token_ids), work.draft.depth)
+            else:
+                self._stats.generation_tokens += num_taken
         rows = work.rows(path)
         assert session.cache is not None
         self._target.commit(session.cache, rows)
@@ -232,18 +236,14 @@ class Stepper:
             work.draft = Draft([])
             return verify(output.logits[:1], work.draft, request.processor, request.judging(1))
 
-    @contextmanager
-    def _alone(self, work: Work) -> Iterator[None]:
-        """What goes wrong in here ends this generation and no other. Nobody knows what its K/V holds then, so it is given up."""
-        try:
-            yield
-        except Exception as error:
-            session = work.request.session
-            log.exception("What a step gave session %s could not be kept; its generation ends.", session.id)
-            self.holdings.release(session)
-            failure = EngineUnavailable(f"The step's result could not be kept: {error}. The session keeps its tokens; try again.")
-            failure.__cause__ = error
-            work.request.fail(failure)
+    def _give_up(self, work: Work, error: Exception) -> None:
+        """What went wrong with one session's result ends this generation and no other. Nobody knows what its K/V holds then."""
+        session = work.request.session
+        log.error("What a step gave session %s could not be kept; its generation ends.", session.id, exc_info=error)
+        self.holdings.release(session)
+        failure = EngineUnavailable(f"The step's result could not be kept: {error}. The session keeps its tokens; try again.")
+        failure.__cause__ = error
+        work.request.fail(failure)
 
     # --- both, on the device ---
 
@@ -258,39 +258,38 @@ class Stepper:
         finally:
             self._stats.num_target_forwards += fused.num_steps - num_before
         for outcome in outcomes:
-            with self._alone(outcome.work):
+            try:
                 self._keep(fused, outcome)
+            except Exception as error:
+                self._give_up(outcome.work, error)
 
     def _keep(self, fused: FusedSteps, outcome: Outcome) -> None:
         """As `_commit`, but the K/V is there already, and too much of it where the turn ends early."""
-        work, request, session = outcome.work, outcome.work.request, outcome.work.request.session
+        work, verdict = outcome
+        request, session, num_there = work.request, work.request.session, len(verdict.token_ids)
         if session.is_closed:
             self._finish(request)
             return
         assert session.cache is not None
         num_rows = 1
         if not request.is_ending:
-            if min(outcome.verdict.token_ids) < 0:
+            if min(verdict.token_ids) < 0:
                 self._target.truncate(session.cache, session.cached)
                 request.fail(ModelError("The target's logits are unusable: none is finite. Check its weights, or try float32."))
                 return
-            num_taken = request.take(outcome.verdict, _NO_LOGITS)
-            num_rows = min(num_taken + 1, outcome.num_rows)  # K/V of the last one taken is there too, unless it is pending
+            num_taken, depth = request.take(verdict, _NO_LOGITS), work.shape.depth
+            num_rows = min(num_taken + 1, num_there)  # K/V of the last one taken is there too, unless it is pending
             fused.record(outcome)
-            num_steps = 1 if work.shape.depth else num_taken
-            self._count(work, num_taken, min(num_taken, outcome.verdict.num_accepted), num_steps)
-        if num_rows < outcome.num_rows:
+            self._count(work, num_taken, min(num_taken, verdict.num_accepted), depth, depth, 1 if depth else num_taken)
+        if num_rows < num_there:
             self._target.truncate(session.cache, session.cached + num_rows)
         self.holdings.keep(session, num_rows, None)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)
 
-    def _count(self, work: Work, num_taken: int, num_accepted: int, num_steps: int = 1) -> None:
+    def _count(self, work: Work, num_taken: int, num_accepted: int, num_drafted: int, depth: int, num_steps: int = 1) -> None:
         self._stats.generation_tokens += num_taken
-        if not work.is_decode:
-            return
-        num_drafted, depth = len(work.draft.token_ids), work.draft.depth
         work.request.speculation.record(num_drafted, num_accepted, depth, num_steps)
         if work.drafter is not None:
             self._stats.for_version(work.drafter.version).record(num_drafted, num_accepted, depth, num_steps)

@@ -32,11 +32,15 @@ class Average:
         self._jump = jump
 
     def add(self, observed: float, memory: float = MEMORY) -> None:
-        self._weight = min(self._weight + 1, memory)
-        self.value += (observed - self.value) / self._weight
-        self._latest += (observed - self._latest) / min(self._weight, SHORT_MEMORY)
-        if abs(self._latest - self.value) > self._jump:
-            self.value, self._weight = self._latest, SHORT_MEMORY
+        weight = self._weight + 1
+        self._weight = weight = weight if weight < memory else memory
+        value = self.value + (observed - self.value) / weight
+        latest = self._latest + (observed - self._latest) / (weight if weight < SHORT_MEMORY else SHORT_MEMORY)
+        if -self._jump <= latest - value <= self._jump:
+            self.value = value
+        else:
+            self.value, self._weight = latest, SHORT_MEMORY
+        self._latest = latest
 
     def forget(self, weight: float) -> None:
         """Let the value count for no more observations than this, so that new ones move it quickly."""
@@ -57,13 +61,16 @@ class Acceptance:
 
     def record(self, depth_asked: int, num_nodes: int, num_accepted: int, memory: float = MEMORY) -> None:
         """One verified draft."""
-        self._sizes.setdefault(depth_asked, Average(num_nodes, jump=math.inf)).add(num_nodes, memory)
+        levels, size = self._levels, self._sizes.get(depth_asked)
+        if size is None:
+            size = self._sizes[depth_asked] = Average(num_nodes, jump=math.inf)
+        size.add(num_nodes, memory)
         for k in range(min(num_accepted + 1, depth_asked)):
-            if k == len(self._levels):
-                self._levels.append(Average(self._guess(k)))
-            self._levels[k].add(float(k < num_accepted), memory)
-        if depth_asked < len(self._levels):  # what is not looked at any more drifts back to the guess, and is looked at again
-            unseen = self._levels[depth_asked]
+            if k == len(levels):
+                levels.append(Average(self._guess(k)))
+            levels[k].add(1.0 if k < num_accepted else 0.0, memory)
+        if depth_asked < len(levels):  # what is not looked at any more drifts back to the guess, and is looked at again
+            unseen = levels[depth_asked]
             unseen.value += (self._guess(depth_asked) - unseen.value) / memory
 
     def gains(self, depth: int) -> list[float]:

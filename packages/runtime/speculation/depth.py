@@ -14,8 +14,9 @@ that a change is noticed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough
@@ -34,8 +35,7 @@ PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until 
 OTHER_EVERY, OTHER_STEPS = 128, 4  # a look at the other width, or deeper
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What to ask a drafter for. depth 0: nothing."""
 
     depth: int
@@ -43,7 +43,7 @@ class Shape:
     num_nodes: int | None = None  # of a tree, at most
 
     def cut(self, limit: int) -> Shape:
-        return replace(self, depth=min(self.depth, limit))
+        return self if self.depth <= limit else self._replace(depth=limit)
 
 
 PLAIN = Shape(0)
@@ -51,8 +51,7 @@ GREEDY, SAMPLED, SEEDED = "greedy", "sampled", "seeded"  # drafts certain, sampl
 Group = tuple[str, str]  # a drafter's version and the kind of its sessions
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """One decoding session's side of the choice."""
 
     version: str  # of its drafter
@@ -84,20 +83,26 @@ class Pacer:
     def choose(self, asks: Sequence[Ask], num_sessions: int, context: int) -> list[Shape]:
         """A shape for each of the sessions that ask, among the num_sessions of the next step, whose mean history is `context`."""
         if not self.is_adaptive:
-            return [self._shape(self._config.max_draft_tokens, self._widths(ask.kind)[0]).cut(ask.limit) for ask in asks]
+            most = self._config.max_draft_tokens
+            by_ask = {ask: self._shape(most, self._widths(ask.kind)[0]).cut(ask.limit) for ask in set(asks)}
+            return [by_ask[ask] for ask in asks]
         self._num_steps += 1
         self._num_sessions = num_sessions
+        numbers = Counter(asks)
         limits: dict[Group, list[int]] = {}
-        for ask in asks:
+        for ask, number in numbers.items():
             if limit := min(ask.limit, self._config.max_draft_tokens):
-                limits.setdefault((ask.version, ask.kind), []).append(limit)
+                limits.setdefault((ask.version, ask.kind), []).extend([limit] * number)
         signature = (num_sessions, tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items()))
         if signature != self._choice[0] or self._num_steps % RECHECK_STEPS == 0:
             self._choice = (signature, self._best(limits, num_sessions, context))
         if any(shape.depth for shape in self._choice[1].values()) and self._is_plain_due(num_sessions, context):
             return [PLAIN] * len(asks)
         shapes = {group: self._next(group, shape) for group, shape in self._choice[1].items()}
-        return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
+        if any(self._is_trying(group) for group in shapes):
+            return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
+        by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
+        return [by_ask[ask] for ask in asks]
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
@@ -111,9 +116,13 @@ class Pacer:
     def _share(self, shapes: Mapping[Group, Shape], ask: Ask, index: int) -> Shape:
         """The group's shape; but where none are worth it, some of its sessions try for all."""
         group = (ask.version, ask.kind)
-        if group not in shapes or (self._habit(group).is_probing and not self._choice[1][group].depth and index % PROBE_SHARE):
+        if group not in shapes or (self._is_trying(group) and index % PROBE_SHARE):
             return PLAIN
         return shapes[group]
+
+    def _is_trying(self, group: Group) -> bool:
+        """Whether a probe is under way of what is not worth it as far as is known."""
+        return self._habit(group).is_probing and not self._choice[1][group].depth
 
     def _next(self, group: Group, chosen: Shape) -> Shape:
         """The shape of this step: as chosen, or that of a probe."""
@@ -233,6 +242,12 @@ class Pacer:
         return best
 
     # --- after verification ---
+
+    def record_chain(self, ask: Ask, depth: int, num_accepted: int) -> None:
+        """What became of a chain of which no confidences are known, whole as it was asked for."""
+        if self.is_adaptive:
+            memory = MEMORY + MEMORY_PER_SESSION * self._num_sessions
+            self._acceptance_of((ask.version, ask.kind), 1).record(depth, depth, num_accepted, memory)
 
     def record(self, ask: Ask, shape: Shape, draft: Draft, path: Sequence[int]) -> None:
         """What became of one session's draft: the nodes that were accepted."""

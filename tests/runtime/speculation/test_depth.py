@@ -89,7 +89,7 @@ def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int, may_e
         enough = pacer.enough_for(asks[0], shapes[0], num_sessions, 200) if may_end and shapes[0].depth else None
         made = [machine.draft(shape, enough) for shape in shapes]
         drafts = [draft for draft, _ in made]
-        drafted = shapes[0] if enough is None else replace(shapes[0], depth=drafts[0].depth)
+        drafted = shapes[0] if enough is None else shapes[0].cut(drafts[0].depth)
         proposal_s = machine.proposal_s(drafted) * machine.rng.uniform(1, 1 + machine.noise)
         if shapes[0].depth and pacer.costs is not None:
             is_whole = drafted.depth == shapes[0].depth
@@ -267,7 +267,7 @@ def test_only_certain_chains_end_early() -> None:
     assert not enough([0.99, 0.98])
     assert pacer.enough_for(ask, Shape(1), 1, 200) is None
     assert pacer.enough_for(ask, Shape(3, 4, 12), 1, 200) is None
-    assert pacer.enough_for(replace(ask, kind=SAMPLED), chain, 1, 200) is None
+    assert pacer.enough_for(ask._replace(kind=SAMPLED), chain, 1, 200) is None
     assert Pacer(SpeculationConfig(mode=SpeculationMode.FIXED)).enough_for(ask, chain, 1, 200) is None
 
 

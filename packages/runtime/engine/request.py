@@ -132,11 +132,12 @@ class Request:
         if self._is_only_ids:
             return self._take_ids(verdict, is_prefills)
         taken: list[int] = []
-        text = ""
+        text, history, is_plain = "", self.session.history, self.processor.is_plain
         for token_id in verdict.token_ids:
             taken.append(token_id)
-            self.session.history.append(token_id)
-            self.processor.advance(token_id)
+            history.append(token_id)
+            if not is_plain:
+                self.processor.advance(token_id)
             self.num_emitted += 1
             text += self._read(token_id)
             if self.finish_reason is not None:
@@ -171,7 +172,7 @@ class Request:
 
     def _read(self, token_id: int) -> str:
         """Text that became safe to show with this token; sets finish_reason if the token ends the turn."""
-        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+        if token_id in self._end_token_ids:
             self.finish_reason, self.matched_stop = "stop", token_id
             if token_id in self._eos_token_ids or not self.params.include_stop:
                 return ""

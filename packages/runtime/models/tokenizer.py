@@ -54,6 +54,7 @@ class Tokenizer:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         # Streams decode one or two tokens at a time, and the same ones again and again.
         self._decode_few = lru_cache(maxsize=DECODED_FEW)(lambda ids: self.decode(ids))
+        self._is_written = lru_cache(maxsize=DECODED_FEW)(self._say_is_written)
         self._max_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @staticmethod
@@ -192,7 +193,12 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self) -> StreamDecoder:
-        return StreamDecoder(self._backend, self._special_ids, self._decode_few)
+        return StreamDecoder(self._is_written, self._decode_few)
+
+    def _say_is_written(self, token_id: int) -> bool | None:
+        """Whether decoding writes this token out by itself; None: it skips it. Byte tokens are written together only."""
+        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        return None if token is None else not _BYTE_TOKEN.fullmatch(token)
 
 
 class StreamDecoder:
@@ -202,11 +208,8 @@ class StreamDecoder:
     text. Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, special_ids: frozenset[int], decode: Callable[[tuple[int, ...]], str]
-    ) -> None:
-        self._backend = backend
-        self._special_ids = special_ids
+    def __init__(self, is_written: Callable[[int], bool | None], decode: Callable[[tuple[int, ...]], str]) -> None:
+        self._is_written = is_written  # None: decoding skips the token
         self._decode = decode
         self._context: list[int] = []
         self._context_text = ""
@@ -214,11 +217,11 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that became certain with it, often none."""
-        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
-        if token is None:
-            return ""  # decoding skips it
+        is_written = self._is_written(token_id)
+        if is_written is None:
+            return ""
         self._pending.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if not is_written:
             return ""  # a run of byte tokens is decoded as a whole: one bad byte at its end changes all of it
         text = self._decode((*self._context, *self._pending))
         return "" if text.endswith(_REPLACEMENT) else self._emit(text)

@@ -124,7 +124,7 @@ class TreeShape(Choice):
 class SpeculationConfig:
     mode: SpeculationMode = SpeculationMode.ADAPTIVE
     shape: TreeShape = TreeShape.AUTO
-    max_draft_tokens: int = 5  # depth: of a chain or of a tree; 0 decodes plainly
+    max_draft_tokens: int = 7  # depth: of a chain or of a tree, at most where it is adaptive; 0 decodes plainly
     tree_nodes: int = 12  # of a tree in all
     tree_width: int = 4  # nodes that a level goes on from, and children of each
 

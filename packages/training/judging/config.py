@@ -21,7 +21,7 @@ class GateConfig:
     confidence: float = 0.95  # of the one-sided lower bound of the difference, which must be above 0
     min_heldout_rows: int = 8  # fewer decide nothing
     max_heldout_rows: int = 64  # the newest so many are evaluated
-    draft_tokens: int = 5  # chain length of the simulation: the server's speculation.max_draft_tokens
+    draft_tokens: int = 5  # chain length of the simulation
     resamples: int = 2000
     max_slice_loss: float = 0.03  # share of acceptance length that no slice of min_heldout_rows rows may lose; 1: any
 

@@ -81,8 +81,12 @@ class _Landed:
         return outcomes
 
 
-class _StepCosts(Costs):
+class StepCosts(Costs):
     """Of whole steps: a plain one is a forward, and all that drafting adds to it, rows to verify too, is the proposal's."""
+
+    def is_known(self, num_sessions: int, num_rows: int, context: int) -> bool:
+        """Each number of sessions was measured with the steps that are run: no need to make plain ones early to know better."""
+        return True
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
         return super().forward(num_sessions, num_sessions, context)
@@ -122,7 +126,7 @@ class FusedSteps:
         self._seconds = self._decoder.warm_up(self._decoder.max_sequences)
         if self._is_adaptive:
             plain = {num: seconds for (num, depth), seconds in self._seconds.items() if not depth}
-            self._costs = {samples: _StepCosts(plain) for samples in (False, True)}
+            self._costs = {samples: StepCosts(plain) for samples in (False, True)}
             self._pacer.costs = self._costs[False]
             self._expect_costs()
         gc.collect()

@@ -290,7 +290,14 @@ def _lacks(table: Table, num_tokens: int) -> bool:
 def _picks(sequences: Sequence[_Sequence]) -> Picks:
     """How the tokens of a step of these are to be picked."""
     params = [sequence.sampled.params for sequence in sequences if sequence.sampled is not None]
-    return Picks.BEST if not params else Picks.TRUNCATED if any(map(truncates, params)) else Picks.SAMPLED
+    if not params:
+        return Picks.BEST
+    picks = Picks.SAMPLED
+    if any(map(truncates, params)):
+        picks |= Picks.TRUNCATED
+    if any(one.seed is not None for one in params):
+        picks |= Picks.CERTAIN
+    return picks
 
 
 def _is_same_request(one: Sampled | None, other: Sampled | None) -> bool:

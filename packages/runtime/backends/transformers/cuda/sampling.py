@@ -28,7 +28,7 @@ TruncateRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 def truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,15 @@ def judge(
     drafted: torch.Tensor,  # int64 [S, D]: target ids
     drawn: Sequence[Drawn],  # of each level
     ids_of: torch.Tensor | None,  # int64 [Vd]: target ids of the draft vocabulary
-    truncate: TruncateRows | None,  # None: nobody has top_k or top_p
+    truncate: TruncateRows | None,  # None: nobody has top_k, top_p or min_p
+    has_certain: bool = True,  # False: of those that sample, nobody's drafts are certain
 ) -> torch.Tensor:
     """What comes at each place, int64 [S, D + 1], -1 where no logit is finite. It counts up to the first place that differs from
-    the chain, that one included; behind it stands what would have come there."""
+    the chain, that one included; what stands behind it means nothing."""
     best, best_ids = logits.max(dim=-1)  # [S, D + 1], lowest id on ties
-    probs = _probs(logits, best, settings, truncate)
-    picked = pick(probs.flatten(0, 1), uniforms.flatten()).view(best_ids.shape)
+    probs, picked = _probs(logits, best, settings, truncate), best_ids
+    if has_certain or not drawn:  # one draw for each place, which chains that were drawn do without
+        picked = pick(probs.flatten(0, 1), uniforms.flatten()).view(best_ids.shape)
     if drawn:
         assert ids_of is not None
         is_certain = settings.draft_temperature <= 0.0
@@ -143,9 +145,8 @@ def _probs(logits: torch.Tensor, best: torch.Tensor, settings: Settings, truncat
     per_row = logits.shape[1]
     if truncate is not None:
         truncate(rows, settings.top_k.repeat_interleave(per_row, output_size=len(rows)), None)
-    log_min_p = settings.log_min_p.float().repeat_interleave(per_row, output_size=len(rows))
-    rows.masked_fill_(rows < log_min_p[:, None], -math.inf)
-    if truncate is not None:
+        log_min_p = settings.log_min_p.float().repeat_interleave(per_row, output_size=len(rows))
+        rows.masked_fill_(rows < log_min_p[:, None], -math.inf)
         truncate(rows, settings.top_p.repeat_interleave(per_row, output_size=len(rows)), rows.logsumexp(dim=-1))
     return rows.softmax(dim=-1).view(logits.shape)
 
@@ -180,6 +181,9 @@ def _reject(
     left = (p / total[rows, num_accepted][:, None]).index_add_(1, ids_of, weights, alpha=-1.0).clamp_(min=0.0)
     # A rejection means p(token) < q(token), so some mass is left; only rounding, where p == q, can hide it. Then p is the answer.
     left = torch.where((is_all | ~(left.sum(dim=-1) > 0.0))[:, None], p, left)
+    # What was rejected has no mass left; in that one case it must not have any either, since the token would count as accepted.
+    refused = drafted[rows, level][:, None]
+    left.scatter_(1, refused, torch.where(is_all[:, None], left.gather(1, refused), 0.0))
     number, missed = uniforms[rows, num_accepted], chance[rows, level]
     number = torch.where(is_all, number, ((number - missed) / (1.0 - missed)).clamp(max=BELOW_ONE))
     place = torch.arange(depth + 1, device=probs.device)

@@ -12,7 +12,7 @@ plain decoding. Greedy steps look at the best token of each row only; those with
 from __future__ import annotations
 
 import dataclasses
-from enum import IntEnum
+from enum import Flag, auto
 
 import torch
 
@@ -27,12 +27,13 @@ from runtime.eagle3.model import Eagle3Model
 MAX_DRAFTING = 128  # sequences of a step with drafts
 
 
-class Picks(IntEnum):
-    """How the tokens of a step are picked: the most that one of its sequences needs."""
+class Picks(Flag):
+    """How the tokens of a step are picked: all that any of its sequences needs."""
 
     BEST = 0
-    SAMPLED = 1
-    TRUNCATED = 2  # by top_k or top_p
+    SAMPLED = auto()
+    TRUNCATED = auto()  # by top_k, top_p or min_p
+    CERTAIN = auto()  # sampled behind drafts that are certain
 
 
 class Step:
@@ -81,14 +82,14 @@ class Step:
             plan.verify.ids, plan.verify.positions, plan.verify.slots, plan.verify.lengths, plan.live, plan.verify.sizes,
             num, DEPTH=depth, R=self.recent, RP=width, BLOCK=BLOCK_TOKENS, num_warps=1,
         )  # fmt: skip
-        draws = None if picks is Picks.BEST else _Draws(self, num, depth)
+        draws = _Draws(self, num, depth) if picks else None
         drawn = self._draft(plan, num, depth, draws) if depth else []
         target.run_layers(plan.verify, self.buffers)
         last = self.buffers.hidden[: num * (depth + 1), 3 * target.info.hidden_size :]
         if draws is None:
             self._head.best(last, plan.picked)
         else:
-            self._judge(plan, draws, drawn, last, keep_best if picks is Picks.TRUNCATED else None)
+            self._judge(plan, draws, drawn, last, picks)
         drafting.accept_kernel[(num,)](
             self.table_rows, self.state, self.state.stride(0), plan.verify.ids, plan.picked, self.result, DEPTH=depth,
             RP=width, num_warps=1,
@@ -127,17 +128,17 @@ class Step:
                 ids[:, k + 1].copy_(network.ids_of[drawn[-1].index])
         return drawn
 
-    def _judge(
-        self, plan: _Plan, draws: _Draws, drawn: list[sampling.Drawn], last: torch.Tensor, truncate: sampling.TruncateRows | None
-    ) -> None:
+    def _judge(self, plan: _Plan, draws: _Draws, drawn: list[sampling.Drawn], last: torch.Tensor, picks: Picks) -> None:
         num, depth = len(draws.uniforms), draws.uniforms.shape[1] - 1
         logits = torch.empty(num * (depth + 1), self._target.info.vocab_size, dtype=torch.float32, device=last.device)
         self._head.logits(last, logits)
         drafted = plan.verify.ids.view(num, depth + 1)[:, 1:].long()
         ids_of = None if self.network is None else self.network.ids_of
+        truncate = keep_best if Picks.TRUNCATED in picks else None
         picked = sampling.judge(
-            logits.view(num, depth + 1, -1), draws.settings, draws.uniforms[:, :, 1], drafted, drawn, ids_of, truncate
-        )
+            logits.view(num, depth + 1, -1), draws.settings, draws.uniforms[:, :, 1], drafted, drawn, ids_of, truncate,
+            has_certain=Picks.CERTAIN in picks,
+        )  # fmt: skip
         plan.picked.copy_(picked.flatten())
 
     def catch_up(self, rows: Rows, h: torch.Tensor, buffers: Buffers) -> None:

@@ -69,7 +69,8 @@ class _Landed:
     """What a step brought: works as they are now and as they were launched, and their new tokens."""
 
     works: list[tuple[Work, Work, list[int]]]
-    depth: int
+    flight: _Flight
+    seconds: float  # that it took
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -77,7 +78,7 @@ class _Landed:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
-            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.depth else [])))
+            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.flight.depth else [])))
         return outcomes
 
 
@@ -200,6 +201,8 @@ class FusedSteps:
             began = time.perf_counter()
             landed = [self._land(self._launch(part, depth, {}, began), part) for part, depth in self._parts(live)]
         self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
+        for part in landed:
+            self._record_cost(part.flight, part.seconds)
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
@@ -284,9 +287,9 @@ class FusedSteps:
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
         tokens = self._decoder.collect([work is not None for work in mine])
-        self._record_cost(flight, time.perf_counter() - flight.began)
+        seconds = time.perf_counter() - flight.began
         rows = zip(mine, flight.works, tokens, strict=True)
-        return _Landed([(work, launched, new) for work, launched, new in rows if work], flight.depth)
+        return _Landed([(work, launched, new) for work, launched, new in rows if work], flight, seconds)
 
     # --- what the pacer learns ---
 

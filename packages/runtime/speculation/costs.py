@@ -67,6 +67,8 @@ class Costs:
         if not known or not depth:
             return 0.0
         here = (bucket(num_sessions), depth)
+        if here in known:
+            return known[here].median
         nearest = min(known, key=lambda place: (abs(place[0] - here[0]), abs(place[1] - depth)))
         return known[nearest].median * depth / nearest[1]
 

@@ -126,19 +126,25 @@ class Pacer:
 
     def _next(self, group: Group, chosen: Shape) -> Shape:
         """The shape of this step: as chosen, or that of a probe."""
-        habit, widths = self._habit(group), self._widths(group[1])
+        habit = self._habit(group)
         if (probe := habit.probe()) is not None:
             return probe
         if chosen.depth:
-            others = [self._shape(chosen.depth, width) for width in widths if width != chosen.width]
-            if chosen.depth < self._config.max_draft_tokens:
-                others.append(self._shape(min(chosen.depth + 2, self._config.max_draft_tokens), chosen.width))
-            if (number := habit.count_drafting()) is not None and others:
+            if (number := habit.count_drafting()) is not None and (others := self._others(group, chosen)):
                 habit.begin(others[number % len(others)], OTHER_STEPS)
         elif habit.is_probe_due():
-            self._acceptance_of(group, widths[0]).forget(PROBE_WEIGHT)
-            habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), widths[0]), PROBE_STEPS)
+            width = self._widths(group[1])[0]
+            self._acceptance_of(group, width).forget(PROBE_WEIGHT)
+            habit.begin(self._shape(min(PROBE_DEPTH, self._config.max_draft_tokens), width), PROBE_STEPS)
         return chosen
+
+    def _others(self, group: Group, chosen: Shape) -> list[Shape]:
+        """What is worth a look beside the chosen one: the other width, and deeper."""
+        most, widths = self._config.max_draft_tokens, self._widths(group[1])
+        others = [self._shape(chosen.depth, width) for width in widths if width != chosen.width]
+        if chosen.depth < most:
+            others.append(self._shape(min(chosen.depth + 2, most), chosen.width))
+        return others
 
     def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> dict[Group, Shape]:
         """For one group of sessions after the other, the largest first, the best shape beside those chosen already."""

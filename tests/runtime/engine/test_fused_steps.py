@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -483,25 +484,28 @@ def test_the_tap_gets_the_states_of_every_turn(target: Target, tokenizer: Tokeni
     engine.stop()
 
 
-@pytest.mark.parametrize("policy", [FULL, CachePolicy(sink=4, window=24)])
+@pytest.mark.parametrize("policy", [FULL, CachePolicy(sink=4, window=8)])
 def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
-    policy: CachePolicy, target: Target, tokenizer: Tokenizer, oracle: Target
+    policy: CachePolicy, target: Target, tokenizer: Tokenizer, oracle: Target, tmp_path: Path
 ):
-    """Also when truncated, saved or forked in between; for the whole steps alone nobody reads any."""
+    """Also when forked, at its end or in the middle, or saved in between; for the whole steps alone nobody reads any."""
     [decoder], engine = make_engine(target, tokenizer, SPECULATION)
     fused, session_id = Fused(engine, decoder), engine.create_session(SessionOptions(cache_policy=policy)).session_id
     first = fused.begin(prompt_of(1, 9), session_id=session_id)
     first.wait()
     assert target.states.num_reads == 0  # type: ignore[attr-defined]
     fork = engine.fork_session(session_id).session_id
+    part = engine.fork_session(session_id, history_length=20).session_id
+    assert target.states.num_reads == 0  # type: ignore[attr-defined]
+    engine.save_session(fork, tmp_path / "saved")
     general = replace(GREEDY, logprobs=True, max_tokens=12)
-    seen = [fused.begin(prompt_of(2, 5), general, session_id=each) for each in (session_id, fork)]
+    seen = [fused.begin(prompt_of(2, 5), general, session_id=each) for each in (session_id, fork, part)]
     for each in seen:
         assert each.wait().speculation.num_drafted > 0
-    assert target.states.num_reads == 2  # type: ignore[attr-defined]
-    histories = [*prompt_of(1, 9), *first.token_ids, *prompt_of(2, 5), *seen[0].token_ids]
+    assert target.states.num_reads == 3  # type: ignore[attr-defined]
+    history = [*prompt_of(1, 9), *first.token_ids, *prompt_of(2, 5), *seen[0].token_ids]
     for session in engine._store:
-        assert session.history == histories
+        assert session.history == history or session.id == part
         assert len(session.history[: session.cached]) - session.first_kept >= (policy.window or session.cached)
         assert_states(oracle, session.history[: session.cached], session.features, policy)
     engine.stop()

@@ -20,6 +20,7 @@ import torch
 from engine_arms import Answer, Arm, Served
 
 from runtime.backends.base import Segment, Target
+from runtime.types import SpeculationStats
 from training.judging.oracle import Oracle
 
 Row = dict[str, Any]
@@ -228,14 +229,20 @@ def never_slower(
             num_requests = max(4, 2 * concurrency)
             chosen = [texts[index % len(texts)] for index in range(num_requests)]
             rates: dict[str, list[float]] = {name: [] for name in arms}
+            drafted = SpeculationStats()  # adaptively
             for number in range(rounds):
                 for name in turns(list(arms), number):
                     served, fields = arms[name]
-                    rates[name].append(_throughput(served.run(chosen, concurrency, max_tokens, **fields)))
+                    answers = served.run(chosen, concurrency, max_tokens, **fields)
+                    rates[name].append(_throughput(answers))
+                    for answer in answers if name == "adaptive" else ():
+                        drafted.num_steps += answer.stats.num_steps
+                        drafted.num_drafted += answer.stats.num_drafted
             medians = {name: median(found) for name, found in rates.items()}
             ratio = _against_best(rates.pop("adaptive"), list(rates.values()))
             cell = {"domain": domain, "concurrency": concurrency, "ratio": ratio}
-            cells.append(cell | {"tokens_per_s": medians})
+            per_step = drafted.num_drafted / max(drafted.num_steps, 1)
+            cells.append(cell | {"tokens_per_s": medians, "drafted_per_step": per_step})
             say(f"{domain}, {concurrency} at once: adaptive / best fixed {cell['ratio']:.3f}")
     return {"cells": cells, "smallest_ratio": min(cell["ratio"] for cell in cells)}
 

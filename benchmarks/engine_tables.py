@@ -115,9 +115,21 @@ def batch(section: Row, plan: Row) -> str:
 
 def never(section: Row, plan: Row) -> str:
     arms = list(section["cells"][0]["tokens_per_s"])
-    header = ["domain", "at once", *(arm if arm == "adaptive" else f"depth {arm}" for arm in arms), "adaptive / best"]
+    header = [
+        "domain",
+        "at once",
+        *(arm if arm == "adaptive" else f"depth {arm}" for arm in arms),
+        "drafts a step",
+        "adaptive / best",
+    ]
     rows = [
-        [cell["domain"], cell["concurrency"], *(cell["tokens_per_s"][arm] for arm in arms), cell["ratio"]]
+        [
+            cell["domain"],
+            cell["concurrency"],
+            *(cell["tokens_per_s"][arm] for arm in arms),
+            cell["drafted_per_step"],
+            cell["ratio"],
+        ]
         for cell in section["cells"]
     ]
     return f"{table(header, rows)}\n\nSmallest ratio: {section['smallest_ratio']:.3f}"

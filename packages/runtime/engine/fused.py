@@ -103,6 +103,7 @@ class FusedSteps:
     ) -> None:
         self._info, self._drafting = target.info, drafting
         self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
+        self._pacer.may_wait = True  # while a step is under way
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
         self._drafts = speculation.max_draft_tokens > 0
         self._only_trees = speculation.shape is TreeShape.TREE  # which are drafted the general way
@@ -201,6 +202,7 @@ class FusedSteps:
             began = time.perf_counter()
             landed = [self._land(self._launch(part, depth, {}, began), part) for part, depth in self._parts(live)]
         self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
+        self._pacer.refresh()
         for part in landed:
             self._record_cost(part.flight, part.seconds)
         return [outcome for part in landed for outcome in part.outcomes()]
@@ -263,7 +265,8 @@ class FusedSteps:
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
         num_steps = 1 if depth else self._num_in_a_row(works, new)
-        is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
+        is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
+        is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
         self.num_steps += num_steps
         return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 

@@ -23,7 +23,8 @@ from runtime.drafters.base import Draft, IsEnough
 from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
 from runtime.speculation.costs import Costs
 
-RECHECK_STEPS = 8  # a choice holds for so many steps of the same batch
+RECHECK_STEPS = 8  # a choice holds for so many steps
+MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
 UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
@@ -68,8 +69,10 @@ class Pacer:
         self._acceptance: dict[tuple[Group, int], Acceptance] = {}  # by group and width
         self._confidence: dict[Group, Confidence] = {}
         self._habits: dict[Group, _Habit] = {}
-        self._choice: tuple[Hashable, dict[Group, Shape]] = ((), {})  # what it was made for, and what it is
-        self._rate = 0.0  # tokens a second that it promises
+        self.may_wait = False  # a choice that is old holds on until `refresh`, which is called while nobody waits
+        self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
+        self._choice = _Choice({}, 0.0, 0)  # the last one
+        self._due: tuple[Hashable, dict[Group, list[int]], int, int] | None = None  # what `refresh` is to choose for
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
         self._num_drafting = 0  # steps since the last one that was plain to know its cost
@@ -93,16 +96,38 @@ class Pacer:
         for ask, number in numbers.items():
             if limit := min(ask.limit, self._config.max_draft_tokens):
                 limits.setdefault((ask.version, ask.kind), []).extend([limit] * number)
-        signature = (num_sessions, tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items()))
-        if signature != self._choice[0] or self._num_steps % RECHECK_STEPS == 0:
-            self._choice = (signature, self._best(limits, num_sessions, context))
-        if any(shape.depth for shape in self._choice[1].values()) and self._is_plain_due(num_sessions, context):
+        self._choice = self._choice_for(limits, num_sessions, context)
+        if any(shape.depth for shape in self._choice.shapes.values()) and self._is_plain_due(num_sessions, context):
             return [PLAIN] * len(asks)
-        shapes = {group: self._next(group, shape) for group, shape in self._choice[1].items()}
+        shapes = {group: self._next(group, shape) for group, shape in self._choice.shapes.items()}
         if any(self._is_trying(group) for group in shapes):
             return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
         by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
         return [by_ask[ask] for ask in asks]
+
+    def _choice_for(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> _Choice:
+        groups = tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items())
+        signature = (id(self.costs), num_sessions, groups)
+        choice = self._choices.get(signature)
+        is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
+        if choice is None or (is_old and not self.may_wait):
+            return self._choose(signature, limits, num_sessions, context)
+        if is_old:
+            self._due = (signature, limits, num_sessions, context)
+        return choice
+
+    def _choose(self, signature: Hashable, limits: dict[Group, list[int]], num_sessions: int, context: int) -> _Choice:
+        if len(self._choices) >= MAX_CHOICES:
+            self._choices.clear()
+        shapes, rate = self._best(limits, num_sessions, context)
+        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps)
+        return choice
+
+    def refresh(self) -> None:
+        """Make the last choice anew, if it was old."""
+        if self._due is not None:
+            due, self._due = self._due, None
+            self._choose(*due)
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
@@ -122,7 +147,7 @@ class Pacer:
 
     def _is_trying(self, group: Group) -> bool:
         """Whether a probe is under way of what is not worth it as far as is known."""
-        return self._habit(group).is_probing and not self._choice[1][group].depth
+        return self._habit(group).is_probing and not self._choice.shapes[group].depth
 
     def _next(self, group: Group, chosen: Shape) -> Shape:
         """The shape of this step: as chosen, or that of a probe."""
@@ -146,9 +171,11 @@ class Pacer:
             others.append(self._shape(min(chosen.depth + 2, most), chosen.width))
         return others
 
-    def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> dict[Group, Shape]:
-        """For one group of sessions after the other, the largest first, the best shape beside those chosen already."""
+    def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> tuple[dict[Group, Shape], float]:
+        """For one group of sessions after the other, the largest first, the best shape beside those chosen already; and the
+        tokens a second that all of them promise."""
         chosen: dict[Group, Shape] = {}
+        best_rate = 0.0
         tokens, rows, seconds = float(num_sessions), float(num_sessions), 0.0
         for group, of_one in sorted(limits.items(), key=lambda item: -len(item[1])):
             habit = self._habit(group)
@@ -161,10 +188,9 @@ class Pacer:
                 if rate > best_rate:
                     best, best_rate = shape, rate
             chosen[group] = habit.shape = best
-            self._rate = best_rate
             more_tokens, more_rows, more_seconds = self._promise(group, best, of_one)
             tokens, rows, seconds = tokens + more_tokens, rows + more_rows, seconds + more_seconds
-        return chosen
+        return chosen, best_rate
 
     def _promise(self, group: Group, shape: Shape, limits: Sequence[int]) -> tuple[float, float, float]:
         """Of a shape for a group: tokens gained, rows to verify, seconds to draft."""
@@ -208,7 +234,7 @@ class Pacer:
             return None
         rows = num_sessions * (1 + depth)
         rows_s = self._costs.forward(num_sessions, rows, context) - self._costs.forward(num_sessions, num_sessions, context)
-        least = self._rate * (self._costs.level(ask.version, 1, num_sessions) + rows_s / depth) / num_sessions  # tokens
+        least = self._choice.rate * (self._costs.level(ask.version, 1, num_sessions) + rows_s / depth) / num_sessions  # tokens
         likely, confidence = self._acceptance_of(group, 1).chance(0), self._confidence_of(ask)  # later levels lack those left out
         return lambda confidences: confidence.reach(confidences) * likely < least
 
@@ -276,7 +302,8 @@ class Pacer:
                 del known[group]
         for key in [key for key in self._acceptance if key[0][0] == version]:
             del self._acceptance[key]
-        self._choice = ((), {})
+        self._choices.clear()
+        self._due = None
 
     # --- what is known ---
 
@@ -296,6 +323,12 @@ class Pacer:
 
     def _confidence_of(self, ask: Ask) -> Confidence:
         return self._confidence.setdefault((ask.version, ask.kind), Confidence())
+
+
+class _Choice(NamedTuple):
+    shapes: dict[Group, Shape]
+    rate: float  # tokens a second that they promise
+    made_at: int  # step
 
 
 class _Habit:

@@ -98,10 +98,8 @@ def tile(kind: str, num_rows: int, k: int, itemsize: int = 2) -> Tile:
     """Of a product of num_rows rows, K wide. Few rows only stream the weights: many narrow programs share that work."""
     if num_rows > 1024 and kind != "linear":
         return _fitting(Tile(128, 128 if kind == "head" else 64, 64, 8, 4), k, itemsize)
-    if kind == "head":
-        bm = 16 if num_rows <= 16 else 32 if num_rows <= 64 else 64
-    else:  # 32 is never the fastest: `benchmarks/cuda_check.py`, its part `tiles`
-        bm = 16 if num_rows <= 72 else 64
+    few, some = (16, 64) if kind == "head" else (72, 72)  # no 32 but there: `benchmarks/cuda_check.py`, its part `tiles`
+    bm = 16 if num_rows <= few else 32 if num_rows <= some else 64
     bn = 64 if kind == "head" or num_rows > 128 else 16 if kind == "linear" and num_rows <= 64 else 32
     bk = 128 if k >= 1024 or kind == "gate_up" else 64
     return _fitting(Tile(bm, bn, bk, 4, 4 if kind in ("linear", "head") else 6), k, itemsize)

@@ -75,6 +75,7 @@ class Plan:
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
     num_domains: int = 4
     never_tokens: int = 64
+    never_requests: int = 4  # at least; else twice as many as at once
     rounds: int = 3
     flat_requests: int = 10_000
     flat_concurrency: int = 64
@@ -83,7 +84,7 @@ class Plan:
         if device == "cpu":
             return self
         more = (*self.batch_sizes, 32, 64)
-        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=128)
+        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, never_requests=8)
 
 
 QUICK = Plan(
@@ -198,6 +199,7 @@ class Bench:
             DEPTHS,
             plan.concurrencies,
             plan.never_tokens,
+            plan.never_requests,
             plan.rounds,
             say,
         )

@@ -210,6 +210,7 @@ def never_slower(
     depths: Sequence[int],
     concurrencies: Sequence[int],
     max_tokens: int,
+    least_requests: int,
     rounds: int,
     say: Say,
 ) -> Row:
@@ -226,7 +227,7 @@ def never_slower(
     cells: list[Row] = []
     for domain, texts in domains.items():
         for concurrency in concurrencies:
-            num_requests = max(4, 2 * concurrency)
+            num_requests = max(least_requests, 2 * concurrency)
             chosen = [texts[index % len(texts)] for index in range(num_requests)]
             rates: dict[str, list[float]] = {name: [] for name in arms}
             drafted = SpeculationStats()  # adaptively

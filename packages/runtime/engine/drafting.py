@@ -117,7 +117,7 @@ class Drafting:
         if self._pacer.costs is not None:
             depth = max(request.depth for request in requests)
             levels = max(draft.depth for draft in drafts)
-            self._pacer.costs.record_proposal(version, width, len(works), depth, seconds, is_whole=levels == depth)
+            self._pacer.costs.record_proposal(version, width, len(works), depth, seconds, levels)
         return seconds
 
     def record(self, work: Work, path: Sequence[int]) -> None:

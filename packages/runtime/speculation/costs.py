@@ -28,7 +28,7 @@ class Costs:
         ]  # more rows never cost less
         self._session_s = session_s
         self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its bucket
-        self._levels: dict[tuple[str, int, int], _Recent] = {}  # (version, width, sessions)
+        self._levels: dict[tuple[str, int, int], dict[int, _Recent]] = {}  # (version, width, sessions), levels drafted
         self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
@@ -73,18 +73,22 @@ class Costs:
         return known[nearest].median * depth / nearest[1]
 
     def level(self, version: str, width: int, num_sessions: int) -> float:
-        """Of one level more of such a call."""
-        known = self._levels.get((version, width, bucket(num_sessions)))
-        return 0.0 if known is None else known.median
+        """Of one level more of such a call: by what calls of few and of many levels took, catching up apart."""
+        known = self._levels.get((version, width, bucket(num_sessions)), {})
+        places = sorted(levels for levels, recent in known.items() if recent.is_trusted)
+        if len(places) < 2:
+            return known[places[0]].median / places[0] if places else 0.0
+        few, many = places[0], places[-1]
+        return max(known[many].median - known[few].median, 0.0) / (many - few)
 
     def record_proposal(
-        self, version: str, width: int, num_sessions: int, depth: int, seconds: float, *, is_whole: bool = True
+        self, version: str, width: int, num_sessions: int, depth: int, seconds: float, levels: int | None = None
     ) -> None:
-        """is_whole: all levels were drafted, none left out as not worth it."""
+        """levels: that were drafted, where not all that were asked for were worth it."""
         known = self._proposals.setdefault((version, width), {})
         known.setdefault((bucket(num_sessions), depth), _Recent()).add(seconds)
-        if is_whole:
-            self._levels.setdefault((version, width, bucket(num_sessions)), _Recent()).add(seconds / depth)
+        if levels := depth if levels is None else levels:
+            self._levels.setdefault((version, width, bucket(num_sessions)), {}).setdefault(levels, _Recent()).add(seconds)
 
     def _expected(self, num_sessions: int, num_rows: float) -> float:
         """By the table: linear between two places of it, and on from the last two."""

@@ -92,8 +92,7 @@ def run(pacer: Pacer, machine: Machine, num_sessions: int, num_steps: int, may_e
         drafted = shapes[0] if enough is None else shapes[0].cut(drafts[0].depth)
         proposal_s = machine.proposal_s(drafted) * machine.rng.uniform(1, 1 + machine.noise)
         if shapes[0].depth and pacer.costs is not None:
-            is_whole = drafted.depth == shapes[0].depth
-            pacer.costs.record_proposal("v", shapes[0].width, num_sessions, shapes[0].depth, proposal_s, is_whole=is_whole)
+            pacer.costs.record_proposal("v", shapes[0].width, num_sessions, shapes[0].depth, proposal_s, drafted.depth)
             drafts = pacer.cut(list(zip(asks, drafts, strict=True)), num_sessions, 200, proposal_s)
         num_rows = sum(1 + len(draft.token_ids) for draft in drafts)
         forward_s = machine.forward(num_rows) * machine.rng.uniform(1, 1 + machine.noise)
@@ -248,10 +247,11 @@ def test_nobody_gets_more_than_it_can_use_and_kinds_are_judged_apart() -> None:
 
 @pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
 def test_chains_that_end_early_gain_on_those_that_are_only_cut(chance: float) -> None:
-    rates = {}
-    for may_end in (False, True):
-        machine = Machine(cpu, level_s=cpu(1) / 15, chance=chance, spread=0.5)
-        rates[may_end] = run(adaptive(machine), machine, 1, 3000, may_end)[0]
+    rates = {False: 0.0, True: 0.0}
+    for may_end in rates:
+        for seed in range(4):
+            machine = Machine(cpu, level_s=cpu(1) / 15, chance=chance, spread=0.5, rng=random.Random(seed))
+            rates[may_end] += run(adaptive(machine), machine, 1, 3000, may_end)[0]
     assert rates[True] > 1.01 * rates[False]
 
 
@@ -389,6 +389,18 @@ def test_proposals_are_known_from_similar_ones() -> None:
     assert costs.proposal("v", 1, 1, 2) == pytest.approx(0.2)
     assert costs.proposal("v", 1, 4, 2) == pytest.approx(0.2)
     assert costs.proposal("v", 4, 1, 5) == costs.proposal("w", 1, 1, 5) == costs.proposal("v", 1, 1, 0) == 0.0
+
+
+def test_a_level_costs_what_longer_calls_take_more() -> None:
+    costs = Costs({1: 1.0})
+    assert costs.level("v", 1, 1) == 0.0
+    for _ in range(3):
+        costs.record_proposal("v", 1, 1, 5, 3.0)
+    assert costs.level("v", 1, 1) == 0.6
+    for levels, seconds in ((2, 1.5), (2, 1.5), (2, 1.5), (1, 9.0)):
+        costs.record_proposal("v", 1, 1, 5, seconds, levels)
+    assert costs.level("v", 1, 1) == 0.5, "and a single call of one level says nothing"
+    assert costs.level("v", 1, 64) == 0.0
 
 
 def test_buckets_are_exact_where_it_matters_and_ascend() -> None:

@@ -300,7 +300,8 @@ class Stepper:
         session = request.session
         if self._fused is not None:
             self._fused.leave(session)
-        is_offered = session.options.capture is not Switch.OFF and request.num_emitted > 0
+        has_states = _num_pending(request) <= 1  # not where it ends while it waits for room, or before all is read anew
+        is_offered = session.options.capture is not Switch.OFF and request.num_emitted > 0 and has_states
         if self._tap is not None and is_offered:
             self.holdings.catch_up(session)
         session.compact_features()

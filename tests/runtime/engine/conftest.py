@@ -21,6 +21,7 @@ from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
 from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.local import LocalEngine
+from runtime.engine.request import Request
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.models import ResolvedModel, Tokenizer, fingerprint, make_tiny
 from runtime.types import CachePolicy, Done, Event, Failed, SamplingParams, TokenLogprob, Tokens
@@ -294,7 +295,7 @@ class KeepingTap:
         self.turns.clear()
 
 
-def endless(engine: LocalEngine, seed: int = 0) -> tuple[str, Listener, object]:
+def endless(engine: LocalEngine, seed: int = 0) -> tuple[str, Listener, Request]:
     session = engine.create_session()
     engine.append(session.session_id, prompt_of(seed))
     listener = Listener()

@@ -11,7 +11,18 @@ from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.errors import EngineUnavailable
 from runtime.types import Done, SamplingParams, Tokens
 
-from .conftest import GREEDY, Listener, MakeEngine, assert_greedy, greedy_reference, prompt_of, random_drafter, run
+from .conftest import (
+    GREEDY,
+    KeepingTap,
+    Listener,
+    MakeEngine,
+    assert_greedy,
+    endless,
+    greedy_reference,
+    prompt_of,
+    random_drafter,
+    run,
+)
 
 
 def test_over_the_budget_idle_sessions_lose_their_cache_not_their_ids(make_engine: MakeEngine, target: Target) -> None:
@@ -104,8 +115,9 @@ def test_one_generation_larger_than_the_budget_still_runs(make_engine: MakeEngin
         assert listener.token_ids == greedy_reference(target, prompt_of(seed, 300), 40)
 
 
-def test_a_generation_that_had_to_wait_can_be_cancelled(make_engine: MakeEngine, target: Target) -> None:
-    engine = make_engine(prefill_chunk_tokens=16)
+@pytest.mark.parametrize("tap", [None, KeepingTap()], ids=["untapped", "tapped"])
+def test_a_generation_that_had_to_wait_can_be_cancelled(make_engine: MakeEngine, target: Target, tap: KeepingTap | None) -> None:
+    engine = make_engine(prefill_chunk_tokens=16, tap=tap)
     engine._stepper.holdings.budget_bytes = 3 * target.cache_bytes(128)
     params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
     listeners = [Listener(), Listener()]
@@ -126,6 +138,38 @@ def test_a_generation_that_had_to_wait_can_be_cancelled(make_engine: MakeEngine,
     assert 0 < done.usage.completion_tokens < 1000
     generations[0].cancel()
     listeners[0].wait()
+    if tap is not None:
+        assert [turn.session_id for turn in tap.turns] == [generations[0].session.id], "of the other no states are left"
+
+
+@pytest.mark.parametrize("num_forwards", [1, 3])
+def test_a_generation_that_reads_its_history_anew_can_be_cancelled(
+    make_engine: MakeEngine, target: Target, num_forwards: int
+) -> None:
+    tap = KeepingTap()
+    engine = make_engine(prefill_chunk_tokens=16, tap=tap)
+    _, listener, generation = endless(engine)
+    while len(listener.token_ids) < 200:
+        listener.next()
+    forward, num_left = target.forward, num_forwards
+
+    def counted(segments: Sequence[Segment]) -> list[SegmentOutput]:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            generation.cancel()
+        return forward(segments)
+
+    def take_away() -> None:
+        engine._stepper.holdings.release(generation.session)
+        target.forward = counted  # type: ignore[method-assign]
+
+    engine._loop.call(take_away)
+    assert listener.wait().finish_reason == "cancelled"
+    target.forward = forward  # type: ignore[method-assign]
+    assert tap.turns == []
+    listener, _ = run(engine, [7], GREEDY, generation.session.id)
+    assert_greedy(target, generation.session.history[:-40], listener.token_ids)
 
 
 def test_forks_and_restores_stay_within_the_budget(make_engine: MakeEngine, target: Target, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Decoder(Protocol):
         ...
 
     def can_continue(self, cache: int, depth: int) -> bool:
-        """Whether another step of this sequence needs nothing of the host."""
+        """Whether another step of this sequence needs nothing of the host, not even what the one under way will bring."""
         ...
 
     def launch(
@@ -58,13 +58,14 @@ class Decoder(Protocol):
         num_steps: int = 1,
     ) -> bool:
         """Begin a step, or several plain ones. Histories include the pending token, `sampled` says where sampled requests stand;
-        those of caches that can continue are not looked at. False: something had to be made ready first, so this step says
-        nothing of what others take."""
+        those of caches that can continue are not looked at. Up to four may be under way, which are collected in their order.
+        False: something had to be made ready first, so this step says nothing of what others take."""
         ...
 
     def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        """End it: new tokens of each, the last of them pending (-1: no finite logits). What is no longer wanted changes
-        nothing. States of the rows are the target's to tell."""
+        """End the first of those under way: new tokens of each, the last of them pending (-1: no finite logits). What is no
+        longer wanted changes nothing, and where it goes on in others under way, none come for it there. States of the rows are
+        the target's to tell."""
         ...
 
     def leave(self, cache: int) -> None:

@@ -1,12 +1,12 @@
 """Steps that run on the device as a whole, for the sessions whose tokens need no look by the host: greedy and sampled decoding
 that no penalty, bias or grammar bends and no log-probabilities are asked of.
 
-A target that can (`backends.whole_steps`) gives a decoder that drafts, verifies and accepts without the host in between. While
-the host looks at the tokens of one step, the device makes the next: who turns out to have ended meanwhile is left out when it is
-collected.
+A target that can (`backends.whole_steps`) gives a decoder that drafts, verifies and accepts without the host in between. All
+that a step needs of the one before it is on the device, so it is launched before that one has been looked at, and the device
+never waits for the host: who turns out to have ended meanwhile is left out when it is collected.
 
-    device   | step 1     | step 2     | step 3     |
-    host       launch 1     collect 1, launch 2, take 1    collect 2, launch 3, take 2
+    device   | step 1        | step 2        | step 3        |
+    host       launch 2        collect 1, take 1, launch 3     collect 2, take 2, launch 4
 
 Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
 step. Stops and length limits cut what was emitted, as there; who ends with a token that has no K/V yet takes part in the next
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -62,6 +63,10 @@ class _Flight:
     num_steps: int
     began: float
     is_typical: bool  # of what such a step takes
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.depth + 1, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ class FusedSteps:
         self.is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
-        self._flight: _Flight | None = None
+        self._steps: deque[list[_Flight]] = deque()  # under way: of each those that draft and those that do not
+        self._landed_at = 0.0
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
         self._costs: dict[bool, Costs] = {}  # of steps with a sampled session, and of those without
         self._is_alone = False  # nobody goes the general way in this step
@@ -155,7 +161,7 @@ class FusedSteps:
 
     def takes(self, work: Work) -> bool:
         if work.is_settling:
-            return self._flight is not None and id(work.request) in self._flight.requests
+            return any(id(work.request) in flight.requests for flights in self._steps for flight in flights)
         return work.is_decode and self._has_room(work, 0) and self._picks(work.request)
 
     def picks_first(self, request: Request) -> bool:
@@ -194,18 +200,52 @@ class FusedSteps:
 
     def run(self, works: Sequence[Work]) -> list[Outcome]:
         """What the step under way emits for those of these that are in it; what a step emits for these, if none is."""
-        flight, self._flight = self._flight, None
-        landed = [] if flight is None else [self._land(flight, works)]
-        self._load()  # nothing is under way: a swap takes effect here
         live = [work for work in works if not work.is_settling]
-        if not any(part.works for part in landed) and self._can_draft_all(live):
-            began = time.perf_counter()
-            landed = [self._land(self._launch(part, depth, {}, began), part) for part, depth in self._parts(live)]
-        self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
+        if self._steps:
+            self._take_off_ahead(live)
+        landed = [self._land(flight, works) for flight in (self._steps.popleft() if self._steps else ())]
+        if not self._steps:
+            self._load()  # nothing is under way: a swap takes effect here
+            if not any(part.works for part in landed) and self._can_draft_all(live):
+                parts = self._parts(live)
+                landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
+            self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
         self._pacer.refresh()
         for part in landed:
             self._record_cost(part.flight, part.seconds)
         return [outcome for part in landed for outcome in part.outcomes()]
+
+    def _take_off_ahead(self, works: Sequence[Work]) -> None:
+        """Begin the step after the one that is under way, whatever that one brings; unless a swap waits for its end, or all may
+        end with it."""
+        if self._loaded is not self._drafting.active or not self._can_draft_all(works):
+            return
+        ahead = {id(work.request): flight for flight in self._steps[-1] for work in flight.works}
+        most = [flight.most_tokens if (flight := ahead.get(id(work.request))) else 0 for work in works]
+        if all(work.request.num_remaining <= num for work, num in zip(works, most, strict=True)):
+            return
+        if not all(self._has_room(work, num) for work, num in zip(works, most, strict=True)):
+            return
+        going = [Work(work.request, work.token_ids, is_last_chunk=True) for work in works]
+        parts = self._parts(going)
+        if all(self._goes_on(work, depth, ahead) for part, depth in parts for work in part):
+            num_ahead = {request: flight.most_tokens for request, flight in ahead.items()}
+            self._begin(parts, num_ahead, time.perf_counter())
+
+    def _goes_on(self, work: Work, depth: int, ahead: Mapping[int, object]) -> bool:
+        """Whether the device needs nothing of what the host is to hear yet."""
+        return id(work.request) not in ahead or self._decoder.can_continue(_cache(work), depth)
+
+    def _begin(self, parts: Sequence[tuple[list[Work], int]], num_ahead: Mapping[int, int], began: float) -> None:
+        """num_ahead: tokens that the host has not taken yet, by request's id."""
+        flights: list[_Flight] = []
+        for part, depth in parts:
+            try:
+                flights.append(self._launch(part, depth, num_ahead, began))
+            except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
+                break
+        if flights:
+            self._steps.append(flights)
 
     def _can_draft_all(self, works: Sequence[Work]) -> bool:
         """False for one step after a swap to a drafter that cannot run here: its sessions go the general way from then on."""
@@ -227,14 +267,8 @@ class FusedSteps:
         parts = self._parts(going) if self._can_draft_all(going) else []
         if going and num_ending == len(going):
             parts = [(going, 0)]
-        if len(parts) != 1:
-            return
-        part, depth = parts[0]
-        if all(id(work.request) not in new or self._decoder.can_continue(_cache(work), depth) for work in part):
-            try:
-                self._flight = self._launch(part, depth, new, began)
-            except EngineUnavailable:  # no room; the tokens of this step must not suffer, and the next step will ask again
-                return
+        if all(self._goes_on(work, depth, new) for part, depth in parts for work in part):
+            self._begin(parts, {request: len(new_ids) for request, new_ids in new.items()}, began)
 
     def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:
         """Those that draft, and how deep, and those that do not. The pacer says it; here all drafts are chains, and those that
@@ -259,25 +293,25 @@ class FusedSteps:
         parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
         return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _launch(self, works: list[Work], depth: int, new: Mapping[int, Sequence[int]], began: float) -> _Flight:
-        """began: when the host had what the step before brought, from which on this one takes its time."""
+    def _launch(self, works: list[Work], depth: int, num_ahead: Mapping[int, int], began: float) -> _Flight:
+        """began: from when on this one takes its time, if none before it does."""
         caches = [_cache(work) for work in works]
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
-        num_steps = 1 if depth else self._num_in_a_row(works, new)
+        num_steps = 1 if depth else self._num_in_a_row(works, num_ahead)
         is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
         self.num_steps += num_steps
         return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 
-    def _num_in_a_row(self, works: list[Work], new: Mapping[int, Sequence[int]]) -> int:
+    def _num_in_a_row(self, works: list[Work], num_ahead: Mapping[int, int]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
         if len(works) < MANY_SESSIONS or not (self._is_alone or self.is_patient):
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
         num = min(most, int((PATIENT_SECONDS if self.is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
-        num_new = [len(new.get(id(work.request), ())) for work in works]
+        num_new = [num_ahead.get(id(work.request), 0) for work in works]
         of_use = max(work.request.num_remaining - more for work, more in zip(works, num_new, strict=True))
         longest = max(len(work.request.session.history) + more for work, more in zip(works, num_new, strict=True))
         return max(min(num, of_use, self._info.max_positions - longest), 1)
@@ -290,9 +324,9 @@ class FusedSteps:
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
         tokens = self._decoder.collect([work is not None for work in mine])
-        seconds = time.perf_counter() - flight.began
+        began, self._landed_at = max(flight.began, self._landed_at), time.perf_counter()
         rows = zip(mine, flight.works, tokens, strict=True)
-        return _Landed([(work, launched, new) for work, launched, new in rows if work], flight, seconds)
+        return _Landed([(work, launched, new) for work, launched, new in rows if work and new], flight, self._landed_at - began)
 
     # --- what the pacer learns ---
 

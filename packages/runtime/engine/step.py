@@ -275,6 +275,7 @@ class Stepper:
         if not request.is_ending:
             if min(verdict.token_ids) < 0:
                 self._target.truncate(session.cache, session.cached)
+                fused.leave(session)
                 request.fail(ModelError("The target's logits are unusable: none is finite. Check its weights, or try float32."))
                 return
             num_taken, depth = request.take(verdict, _NO_LOGITS), work.shape.depth

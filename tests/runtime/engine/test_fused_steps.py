@@ -38,7 +38,9 @@ GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 @dataclass
 class _Step:
     caches: list[int]
+    known: list[list[int]]  # histories as they were known, the same lists while they are
     tokens: list[list[int]]
+    depth: int
 
 
 class States:
@@ -98,7 +100,8 @@ class SlowDecoder:
     num_discarded: int = 0
     num_sampled: int = 0  # sequences that came here to be sampled
     loaded: list[Eagle3Model] = field(default_factory=list)
-    step: _Step | None = None
+    steps: list[_Step] = field(default_factory=list)  # under way
+    num_ahead: int = 0  # launched while another was under way
 
     def load_drafter(self, model: Eagle3Model) -> bool:
         self.loaded.append(model)
@@ -115,7 +118,11 @@ class SlowDecoder:
         return {(num, depth): 1e-3 + 1e-4 * depth for num in (1, num_sequences) for depth in range(self.max_depth + 1)}
 
     def can_continue(self, cache: int, depth: int) -> bool:
-        return cache in self.pending
+        return cache in self.pending and not (depth and any(not step.depth for step in self._under_way(cache)))
+
+    def _under_way(self, cache: int) -> list[_Step]:
+        known = self.pending.get(cache)
+        return [step for step in self.steps if known is not None and any(known is one for one in step.known)]
 
     def launch(
         self,
@@ -125,7 +132,8 @@ class SlowDecoder:
         depth: int,
         num_steps: int = 1,
     ) -> bool:
-        assert self.step is None, "one step at a time"
+        assert len(self.steps) < 4
+        self.num_ahead += bool(self.steps)
         assert len(caches) <= self.max_sequences
         assert num_steps == 1 or not depth
         self.depths.append(depth)
@@ -140,15 +148,14 @@ class SlowDecoder:
                     self.num_sampled += 1
             known = self.pending[cache]
             assert len(known) == self.target.length(cache) + 1
-            steps.append(self._in_a_row(cache, known, num_steps) if num_steps > 1 else self._one(cache, known, [], depth))
-        self.step = _Step(list(caches), steps)
+            assert not self._under_way(cache) or self.can_continue(cache, depth)
+            ahead = [token for step in self._under_way(cache) for token in step.tokens[step.caches.index(cache)]]
+            tokens: list[int] = []
+            for _ in range(num_steps):
+                tokens += self._one(cache, known, ahead + tokens, depth)
+            steps.append(tokens)
+        self.steps.append(_Step(list(caches), [self.pending[cache] for cache in caches], steps, depth))
         return True
-
-    def _in_a_row(self, cache: int, history: list[int], num_steps: int) -> list[int]:
-        tokens: list[int] = []
-        for _ in range(num_steps):
-            tokens += self._one(cache, history, tokens, 0)
-        return tokens
 
     def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> list[int]:
         """Behind the history and the `more` tokens that came to it."""
@@ -165,14 +172,16 @@ class SlowDecoder:
         return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
 
     def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        assert self.step is not None
-        step, self.step = self.step, None
-        for cache, tokens, is_wanted in zip(step.caches, step.tokens, still_wanted, strict=True):
+        step = self.steps.pop(0)
+        for index, (cache, known, is_wanted) in enumerate(zip(step.caches, step.known, still_wanted, strict=True)):
+            tokens, history = step.tokens[index], self.pending.get(cache)
+            if history is not known:
+                step.tokens[index] = []
+                continue
             if not is_wanted:
                 self.num_discarded += 1
                 self.leave(cache)
                 continue
-            history = self.pending[cache]
             self.target.forward([Segment(cache, [history[-1], *tokens[:-1]])])  # others may have been there meanwhile
             self.target.commit(cache, range(len(tokens)))
             history += tokens
@@ -247,6 +256,7 @@ def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
         assert listener.token_ids == greedy_reference(oracle, prompt, 30)
         assert sum(listener.drafted) == done.speculation.num_accepted
     assert max(fused.decoder.depths) == 3
+    assert fused.decoder.num_ahead > len(fused.decoder.depths) // 2, "the device does not wait for the host"
     assert fused.engine.stats().kv_budget_bytes == CAPACITY_BYTES
 
 

@@ -1,12 +1,14 @@
 """Whole steps on the device, as the host sees them: who takes part, what they need, and one small tensor to read afterwards.
 
 What a step launches is in `step`; of each number of sequences and each depth it is one CUDA graph. Several plain steps may be
-launched in a row, and their tokens come together: with very many sequences it is the host that is slow.
+launched in a row, and their tokens come together: with very many sequences it is the host that is slow. A step may be launched
+before the one ahead of it was collected, since all that it needs of that one is on the device.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to 
 AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 MAX_SEQUENCES = 2048  # of one step
 MAX_STEPS = 16  # in a row
+MAX_FLIGHTS = 4  # launched and not collected: two steps, each of those that draft and those that do not
 
 
 @dataclass(eq=False)
@@ -43,9 +46,16 @@ class _Sequence:
     sampled: Sampled | None = None  # where it stood when the device heard of it
     place: int = 0  # of its output that comes next
     last_place: int = 0  # the device has no random numbers of this place and beyond
+    flight: _Flight | None = None  # the last that it is in, until that is collected
+    is_lost: bool = False  # a step of it was not wanted: the device went on alone, and what is under way means nothing
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that what is under way may bring."""
+        return 0 if self.flight is None else self.flight.num_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flight:
     """Steps that were launched and not collected yet."""
 
@@ -54,6 +64,28 @@ class _Flight:
     num: int
     depth: int
     num_steps: int
+    slot: _Slot
+
+    @property
+    def num_tokens(self) -> int:
+        """Of each sequence, at most."""
+        return max(self.depth + 1, self.num_steps)
+
+
+class _Slot:
+    """Where what a flight brings comes to lie on the host, and when it is there."""
+
+    def __init__(self, size: int, on_cuda: bool) -> None:
+        self.result = torch.zeros(MAX_STEPS, size, dtype=torch.int32, pin_memory=on_cuda)
+        self._arrival = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
 
 
 class FusedDecoder:
@@ -64,12 +96,11 @@ class FusedDecoder:
         self._max_sequences = min(max_sequences, MAX_SEQUENCES, len(target.pool.device_table) - 1)
         self._step = Step(target, max_depth, bucket(self._max_sequences))
         on_cuda = target.device.type == "cuda"
-        self._host_result = torch.zeros(MAX_STEPS, len(self._step.result), dtype=torch.int32, pin_memory=on_cuda)
+        self._slots = deque(_Slot(len(self._step.result), on_cuda) for _ in range(MAX_FLIGHTS))
         self._sequences: WeakKeyDictionary[Table, _Sequence] = WeakKeyDictionary()
         self._seats = [0] * len(self._step.table_rows)  # what they hold
         self._graphs = Graphs(target.device)
-        self._arrival = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # of the result on the host
-        self._flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()
 
     @property
     def max_sequences(self) -> int:
@@ -98,7 +129,8 @@ class FusedDecoder:
     def leave(self, cache: int) -> None:
         """Forget a sequence: its next step begins anew. Blocks taken ahead are freed. Also for one that was never here."""
         table = self._target.pool[cache]
-        if self._sequences.pop(table, None):
+        if sequence := self._sequences.pop(table, None):
+            sequence.is_lost = True
             self._target.pool.blocks.trim(table)
 
     def can_continue(self, cache: int, depth: int) -> bool:
@@ -116,8 +148,9 @@ class FusedDecoder:
         depth: int,
         num_steps: int = 1,
     ) -> bool:
-        """Begin a step of these sequences, or several plain ones in a row; `collect` ends them, and comes before the next.
-        False: some had to be brought up first, or a graph captured.
+        """Begin a step of these sequences, or several plain ones in a row; `collect` ends the first that was begun, and at most
+        `MAX_FLIGHTS` may be under way. Who is in one of them already must be able to continue. False: some had to be brought
+        up first, or a graph captured.
 
         histories[i] are all its tokens, the pending one last, which is the only one without K/V, and sampled[i] says where a
         sampled request stands; nobody looks at those of a request that `can_continue`. At most `max_sequences`, chains of at
@@ -126,11 +159,14 @@ class FusedDecoder:
         assert num_steps == 1 or not depth, "only plain steps come in a row"
         pool, num_tokens = self._target.pool, max(depth + 1, num_steps)
         tables = [pool[cache] for cache in caches]
-        if lacking := [table for table in tables if _lacks(table, num_tokens)]:
+        sequences = [self._sequence(table) for table in tables]
+        needs = [sequence.num_ahead + num_tokens for sequence in sequences]
+        if lacking := [(table, num) for table, num in zip(tables, needs, strict=True) if _lacks(table, num)]:
             pool.hold_rows(tables)
             longest = self._target.info.max_positions
-            pool.reserve(lacking, [min(num_tokens + AHEAD_TOKENS, longest - table.length) for table in lacking])
-        sequences = [self._sequence(table) for table in tables]
+            pool.reserve(
+                [table for table, _ in lacking], [min(num + AHEAD_TOKENS, longest - table.length) for table, num in lacking]
+            )
         behind = [
             (table, sequence, history, one)
             for table, sequence, history, one in zip(tables, sequences, histories, sampled, strict=True)
@@ -139,27 +175,36 @@ class FusedDecoder:
         if behind:
             self._bring_up(behind, depth)
         self._draw_numbers(sequences, num_tokens)
-        num = bucket(len(tables))
-        is_known = self._start([sequence.row for sequence in sequences], num, depth, _picks(sequences), num_steps)
-        self._flight = _Flight(tables, sequences, num, depth, num_steps)
-        self._draw_numbers(sequences, 2 * num_tokens)  # for the next one too, while the device is busy
+        flight = _Flight(tables, sequences, bucket(len(tables)), depth, num_steps, self._slots[0])
+        is_known = self._start([sequence.row for sequence in sequences], flight, _picks(sequences))
+        self._slots.rotate(-1)
+        self._flights.append(flight)
+        for sequence in sequences:
+            sequence.flight = flight
+        self._draw_numbers(sequences, num_tokens)  # for the next one too, while the device is busy
         return is_known and not behind
 
     def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        """Wait for what was launched: new tokens of each sequence, at least one, the last of which is pending.
+        """Wait for the first that was launched: new tokens of each sequence, at least one, the last of which is pending.
 
         K/V and states of all new tokens but the last are committed then. -1 stands where no logit was finite. What is no longer
-        wanted changes nothing.
+        wanted changes nothing; nor does it in what is launched already, where nothing comes for it.
         """
-        assert self._flight is not None
-        flight, self._flight = self._flight, None
+        flight = self._flights.popleft()
         depth = flight.depth
-        tokens = self._wait(len(flight.tables), flight.num, depth, flight.num_steps)
+        tokens = self._wait(flight)
         advance = self._target.pool.advance
-        for table, sequence, new, is_wanted in zip(flight.tables, flight.sequences, tokens, still_wanted, strict=True):
-            if not is_wanted:
-                sequence.length = -1  # the device went on alone
+        for index, (table, sequence, is_wanted) in enumerate(zip(flight.tables, flight.sequences, still_wanted, strict=True)):
+            if sequence.flight is flight:
+                sequence.flight = None
+            if sequence.is_lost:
+                tokens[index] = []
                 continue
+            if not is_wanted:
+                sequence.is_lost = True
+                self._sequences.pop(table, None)
+                continue
+            new = tokens[index]
             # Of several steps the device's state has the last one's token only: the drafter's rows before it are behind.
             sequence.primed = sequence.length if depth else sequence.primed
             sequence.length += len(new)
@@ -180,8 +225,9 @@ class FusedDecoder:
                 taken = []
                 for _ in range(WARM_UP_ROUNDS):
                     started = time.perf_counter()
-                    self._start([], num, depth, Picks.BEST, 1)
-                    self._wait(0, num, depth, 1)
+                    nobody = _Flight([], [], num, depth, 1, self._slots[0])
+                    self._start([], nobody, Picks.BEST)
+                    self._wait(nobody)
                     taken.append(time.perf_counter() - started)
                 seconds[num, depth] = min(taken)
         return seconds
@@ -210,9 +256,13 @@ class FusedDecoder:
         return sequence
 
     def _is_ready(self, table: Table, sequence: _Sequence, depth: int) -> bool:
-        """Whether the device's state holds, and the drafter is no further behind than one step."""
-        holds = sequence.row == table.row and sequence.length == table.length
-        return holds and (not depth or sequence.primed >= table.length - sequence.fresh)
+        """Whether the device's state holds, or will when what is under way is over, and the drafter is no further behind than
+        one step."""
+        if sequence.row != table.row or sequence.length != table.length:
+            return False
+        if sequence.flight is not None:
+            return not depth or sequence.flight.depth > 0
+        return not depth or sequence.primed >= table.length - sequence.fresh
 
     def _bring_up(self, behind: Sequence[tuple[Table, _Sequence, Sequence[int], Sampled | None]], depth: int) -> None:
         """Write the device's state where it does not hold, and let the drafter catch up where it is far behind."""
@@ -221,6 +271,7 @@ class FusedDecoder:
         states: list[tuple[int, ...]] = []  # as the kernels have them
         for table, sequence, history, sampled in behind:
             assert table.row is not None
+            assert sequence.flight is None, "what is under way must be collected first"
             assert len(history) == table.length + 1, "only the pending token may lack K/V"
             if sequence.row != table.row or sequence.length != table.length:
                 # What the drafter has of a row depends on the token behind it, which a truncation may have changed.
@@ -245,40 +296,40 @@ class FusedDecoder:
                 self._step.prime(*send(part, device))
 
     def _draw_numbers(self, sequences: Sequence[_Sequence], num_places: int) -> None:
-        """Random numbers for the next places of those that sample, two blocks at most."""
+        """Random numbers for so many places of those that sample, behind those of what is under way; two blocks at most."""
         lacking: list[tuple[int, int, Sampled]] = []  # row, block, whose
         for sequence in sequences:
             if sequence.sampled is None:
                 continue
-            while sequence.last_place < sequence.place + num_places:
+            while sequence.last_place < sequence.place + sequence.num_ahead + num_places:
                 lacking.append((sequence.row, sequence.last_place // BLOCK_PLACES, sequence.sampled))
                 sequence.last_place += BLOCK_PLACES
         if lacking:
             self._step.seats.fill(*(list(column) for column in zip(*lacking, strict=True)))
 
-    def _start(self, rows: list[int], num: int, depth: int, picks: Picks, num_steps: int) -> bool:
+    def _start(self, rows: list[int], flight: _Flight, picks: Picks) -> bool:
         """Steps of these rows of the table, and of nobody in the places up to `num`; their results come to the host. Whether
         all of it was captured before."""
-        step, seats = self._step, rows + [0] * (num - len(rows))
+        step, num, depth = self._step, flight.num, flight.depth
+        seats = rows + [0] * (num - len(rows))
         if seats != self._seats[:num]:
             self._seats = seats + [0] * (len(self._seats) - num)
             step.table_rows.copy_(staged(np.array(self._seats, dtype=np.int32), self._target.device), non_blocking=True)
         size, is_known = num * (depth + 2), True
-        for number in range(num_steps):
+        for number in range(flight.num_steps):
             is_known &= self._graphs.run((num, depth, picks), partial(step.run, num, depth, picks))
-            self._host_result[number, :size].copy_(step.result[:size], non_blocking=True)
-        if self._arrival is not None:
-            self._arrival.record()
+            flight.slot.result[number, :size].copy_(step.result[:size], non_blocking=True)
+        flight.slot.mark()
         return is_known
 
-    def _wait(self, num_rows: int, num: int, depth: int, num_steps: int) -> list[list[int]]:
+    def _wait(self, flight: _Flight) -> list[list[int]]:
         """What was emitted, row by row."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        if num_steps > 1:  # one token each
-            return self._host_result[:num_steps, : 2 * num].view(num_steps, num, 2)[:, :num_rows, 1].t().tolist()
-        size = num * (depth + 2)
-        return [row[1 : 1 + row[0]] for row in self._host_result[0, :size].view(num, depth + 2)[:num_rows].tolist()]
+        flight.slot.wait()
+        num, result, num_rows = flight.num, flight.slot.result, len(flight.tables)
+        if flight.num_steps > 1:  # one token each
+            return result[: flight.num_steps, : 2 * num].view(flight.num_steps, num, 2)[:, :num_rows, 1].t().tolist()
+        rows = result[0, : num * (flight.depth + 2)].view(num, flight.depth + 2)[:num_rows].tolist()
+        return [row[1 : 1 + row[0]] for row in rows]
 
 
 def _lacks(table: Table, num_tokens: int) -> bool:

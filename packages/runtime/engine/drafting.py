@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from runtime.backends.base import TargetInfo
-from runtime.drafters.base import Draft, Drafter, DraftRequest
+from runtime.drafters.base import Draft, Drafter, DraftRequest, SparseProbs
 from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
@@ -162,7 +162,8 @@ def ask_for(work: Work, most: int = MAX_NODES) -> Ask:
 
 def clip(draft: Draft, depth: int, vocab_size: int, max_nodes: int = MAX_NODES) -> Draft:
     """What the target can verify of a proposal: nodes down to `depth`, in the vocabulary and with their `probs`, whose parents
-    are such nodes too; the first `max_nodes` of them.
+    are such nodes too; the first `max_nodes` of them. A sampled node goes if it could have been one outside the vocabulary,
+    whatever it is: if what was drawn decided that, what is left would be drawn from another distribution.
 
     ValueError if its ids are no ints, its parents make no tree or its confidences are none.
     """
@@ -178,9 +179,17 @@ def clip(draft: Draft, depth: int, vocab_size: int, max_nodes: int = MAX_NODES) 
         len(confidences) != len(draft.token_ids) or not all(0.0 <= confidence < math.inf for confidence in confidences)
     ):
         raise ValueError(f"A draft of {len(draft.token_ids)} nodes has confidences {confidences}; each needs one, 0 or more.")
+    ranges: dict[int, bool] = {}  # by the tensor of ids, which nodes mostly share
+
+    def stays_within(q: SparseProbs) -> bool:
+        ids = q.token_ids
+        if id(ids) not in ranges:
+            ranges[id(ids)] = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size)
+        return ranges[id(ids)]
+
     kept = {-1}
     for node, level in zip(range(num_nodes), draft.depths(), strict=False):
         is_known = 0 <= draft.token_ids[node] < vocab_size and draft.lineage[node] in kept
-        if level < depth and is_known and len(kept) <= max_nodes:
+        if level < depth and is_known and len(kept) <= max_nodes and (draft.probs is None or stays_within(draft.probs[node])):
             kept.add(node)
     return draft if len(kept) > len(draft.token_ids) else draft.only(sorted(kept - {-1}))

@@ -21,7 +21,7 @@ import torch
 from runtime.backends.base import SegmentOutput, Target
 from runtime.backends.whole_steps import Fuses
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode
-from runtime.drafters.base import Draft, Drafter
+from runtime.drafters.base import Drafter
 from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
@@ -34,7 +34,7 @@ from runtime.features.sampling import labelled
 from runtime.features.tap import CapturedTurn, Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
-from runtime.speculation.accept import Verdict, verify
+from runtime.speculation.accept import Contradiction, Verdict, verify
 from runtime.speculation.depth import Pacer
 from runtime.types import HistoryTruncated, SpeculationStats, Switch
 
@@ -221,20 +221,22 @@ class Stepper:
             self._end(request)
 
     def _judge(self, work: Work, output: SegmentOutput) -> Verdict:
-        """What the target keeps of the draft, and its own token. A draft that contradicts its own `probs` is as good as none."""
+        """What the target keeps of the draft, and its own token. Of a draft that contradicts its own `probs` nothing is looked at
+        from there on: what was decided before stays, or it would be decided twice."""
         request = work.request
         try:
             return verify(output.logits, work.draft, request.processor, request.judging(work.draft.depth + 1))
         except SlipstreamError:
             raise
-        except Exception:
+        except Exception as error:
             if not work.draft.token_ids:
                 raise
             version = "none" if work.drafter is None else work.drafter.version
             log.exception("A draft of drafter %s cannot be judged; this step runs without it.", version)
             self.drafting.num_failures += 1
-            work.draft = Draft([])
-            return verify(output.logits[:1], work.draft, request.processor, request.judging(1))
+            num_sound = error.node if isinstance(error, Contradiction) else 0
+            work.draft = work.draft.only(range(num_sound))
+            return verify(output.logits[: num_sound + 1], work.draft, request.processor, request.judging(num_sound + 1))
 
     def _give_up(self, work: Work, error: Exception) -> None:
         """What went wrong with one session's result ends this generation and no other. Nobody knows what its K/V holds then."""

@@ -40,12 +40,22 @@ class Verdict:
         return len(self.path)
 
 
+class Contradiction(ValueError):
+    """A node has no mass in its own distribution. Those before it are judged alike without it."""
+
+    def __init__(self, node: int, token_id: int, mass: float) -> None:
+        self.node = node
+        super().__init__(
+            f"Draft {node} is token {token_id}, but its own distribution gives it {mass}; pass the one it came from."
+        )
+
+
 def verify(logits: torch.Tensor, draft: Draft, processor: Processor, uniforms: torch.Tensor | None = None) -> Verdict:
     """Judge a draft of n nodes by the target's raw logits [n + 1, V]. An empty draft just picks the next token.
 
     `uniforms` float64 [depth of the draft + 1], on the CPU: number k alone decides the k-th token that is emitted (see
     `Uniforms`); greedy needs none. With certain nodes the emitted tokens depend on p and the uniforms only, not on the
-    draft. ModelError when logits are not finite; ValueError when a node has no mass in its own distribution.
+    draft. ModelError when logits are not finite; Contradiction when a node has no mass in its own distribution.
     """
     assert len(logits) == len(draft.token_ids) + 1, "a row of logits for the pending token and one for each node"
     assert draft.probs is None or len(draft.probs) == len(draft.token_ids), "a distribution for each node, or for none"
@@ -100,9 +110,7 @@ def _mass(q: SparseProbs, token_id: int, node: int) -> float:
     weights = q.probs.double()
     mass = float(weights[q.token_ids == token_id].sum() / weights.sum())
     if not mass > 0.0:
-        raise ValueError(
-            f"Draft {node} is token {token_id}, but its own distribution gives it {mass}; pass the one it came from."
-        )
+        raise Contradiction(node, token_id, mass)
     return mass
 
 

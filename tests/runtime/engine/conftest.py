@@ -133,7 +133,8 @@ def _audit(engine: LocalEngine, target: Target) -> None:
         assert (session.cached, session.dropped) == (target.length(session.cache), target.dropped(session.cache))
         window = session.options.cache_policy.window
         if session.dropped and window is not None:
-            assert window <= session.cached - session.first_kept <= 2 * window + stepper._prefill_chunk_tokens
+            assert session.cached - session.first_kept >= (window if stepper.holdings.keeps_features else 0)
+            assert sum(map(len, session.features)) <= 2 * window + stepper._prefill_chunk_tokens
         else:
             assert session.first_kept == (0 if stepper.holdings.keeps_features else session.cached)
     drafts = [session.draft for session in sessions if session.draft is not None]

@@ -79,6 +79,7 @@ def test_a_draft_is_cut_to_what_can_be_verified() -> None:
     assert clip(Draft([1, 2, 300, 4]), 9, 256) == Draft([1, 2])
     assert clip(Draft([1, 2, 3]), 2, 256) == Draft([1, 2])
     assert clip(Draft([1, 2, 3], [q, q]), 9, 256) == Draft([1, 2], [q, q])
+    assert clip(Draft([1, 2, 1], [q, SparseProbs(torch.tensor([2, 256]), torch.ones(2)), q]), 9, 256) == Draft([1], [q])
     tree = Draft([1, -1, 3, 4, 5, 6], None, [-1, -1, 1, 0, 3, -1])
     assert clip(tree, 9, 256) == Draft([1, 4, 5, 6], None, [-1, 0, 1, -1])
     assert clip(tree, 2, 256) == Draft([1, 4, 6], None, [-1, 0, -1])
@@ -98,7 +99,6 @@ BROKEN: dict[str, Callable[[int], Draft]] = {
     "no mass": lambda depth: Draft([1] * depth, [q(0.0, 1.0)] * depth),
     "nothing at all": lambda depth: Draft([1] * depth, [q(0.0, 0.0)] * depth),
     "no numbers": lambda depth: Draft([1] * depth, [q(math.nan, 1.0)] * depth),
-    "another vocabulary": lambda depth: Draft([1] * depth, [q(0.5, 0.5, token_ids=(1, 10**6))] * depth),
     "too few probabilities": lambda depth: Draft([1] * depth, [q(1.0)] * depth),
     "confidence is no number": lambda depth: Draft([1] * depth, confidences=[math.nan] * depth),
     "confidence below 0": lambda depth: Draft([1] * depth, confidences=[-1.0] * depth),
@@ -121,6 +121,15 @@ def test_a_draft_that_contradicts_itself_costs_speed_only(
     listener, _ = run(engine, prompt_of(4), params)
     assert listener.token_ids == expected.token_ids
     assert engine.stats().num_drafter_failures > 0
+
+
+def test_what_was_decided_before_a_draft_contradicts_itself_stays(make_engine: MakeEngine) -> None:
+    chain = ScriptedDrafter(lambda history, depth: Draft([1, 2, 1], [q(1.0, token_ids=(1,)), q(1.0, 0.0), q(0.5, 0.5)]), "broken")
+    engine = make_engine(chain, max_draft_tokens=3)
+    listener, done = run(engine, prompt_of(4), SamplingParams(max_tokens=11, ignore_eos=True, logit_bias={1: 100.0}))
+    assert listener.token_ids == [1] * 11
+    assert done.speculation.accepted_per_position == [5]
+    assert engine.stats().num_drafter_failures == 5
 
 
 def test_a_seeds_tokens_depend_on_no_probabilities_that_a_drafter_claims(make_engine: MakeEngine) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from runtime.drafters.base import Draft, SparseProbs
+from runtime.engine.drafting import clip
 from runtime.speculation import Processor, Uniforms, accept, new_generator, pick, verify
 from runtime.types import SamplingParams
 
@@ -91,6 +92,16 @@ def stream(proposal, params, seed, parents=CHAIN, length=3):
     return tuple(history[len(PROMPT) : len(PROMPT) + length])
 
 
+class Foreign(Proposal):
+    """Of another vocabulary, the target's being the first V ids of it: table [V, more than V]."""
+
+    def _q(self, last, processor, path):
+        return self.table[last % V].clone()
+
+    def draft(self, history, processor, parents, uniforms, generator):
+        return clip(super().draft(history, processor, parents, uniforms, generator), len(parents), V)
+
+
 def p_value(observed, expected):
     """Pearson's chi-square over cells, those expecting less than 5 pooled. 0 if an impossible cell was seen."""
     if any(expected[cell] == 0.0 for cell in observed):
@@ -138,6 +149,10 @@ UNLIKELY = Proposal(certain=(int(LOGITS[START].argmin()), 0, 1, 2, 3, 4))
 LEAST = LOGITS.argsort(dim=-1)[:, : V // 2]  # [V, V/2]: what top_k = V/2 excludes
 DISJOINT = Proposal(table=torch.zeros(V, V).scatter_(1, LEAST, 2 / V))
 
+PARTLY = torch.cat([SPARSE.table, torch.zeros(V, 1)], dim=1)  # outside the vocabulary behind some tokens only
+PARTLY[::2] += 0.5 * torch.nn.functional.one_hot(torch.tensor(V))
+FOREIGN = Foreign(table=PARTLY)
+
 PLAIN = SamplingParams()
 COLD = SamplingParams(temperature=0.7, top_p=0.8)
 TOP_K = SamplingParams(top_k=V // 2)
@@ -153,6 +168,8 @@ CASES = [
         ("chain", CHAIN, "disjoint", DISJOINT, "top_k"),
         ("chain", CHAIN, "certain", CERTAIN, "plain all"),
         ("chain", CHAIN, "unlikely", UNLIKELY, "plain top_k"),
+        ("chain", CHAIN, "foreign", FOREIGN, "plain top_k"),
+        ("tree", TREE, "foreign", FOREIGN, "plain"),
         ("tree", TREE, "dense", DENSE, "plain penalized all"),
         ("tree", TREE, "sparse", SPARSE, "plain top_k penalized"),
         ("tree", TREE, "same", SAME, "plain"),

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from runtime.backends.base import Segment, Target
+from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
-from runtime.drafters.base import Draft, SparseProbs
+from runtime.drafters.base import Draft, DraftRequest, SparseProbs
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
@@ -22,6 +22,7 @@ from runtime.eagle3 import DraftVocabulary, Eagle3Config, Eagle3Model
 from runtime.engine.drafting import clip
 from runtime.engine.local import LocalEngine
 from runtime.engine.request import Request
+from runtime.errors import EngineUnavailable
 from runtime.models import Tokenizer
 from runtime.speculation import Uniforms
 from runtime.speculation.costs import Costs
@@ -69,6 +70,32 @@ def test_a_request_may_speculate_less_than_the_server(make_engine: MakeEngine, t
         listener, done = run(engine, prompt, params)
         assert listener.token_ids == greedy_reference(target, prompt, 37)
         assert done.speculation.mean_acceptance_length == pytest.approx(expected)
+
+
+def test_after_a_forward_that_failed_drafts_come_from_the_last_row_again(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, params = random_drafter(), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    num_rows: list[int] = []
+
+    def propose(requests: Sequence[DraftRequest]) -> list[Draft]:
+        num_rows.extend(len(request.aux) for request in requests if request.depth)
+        if len(num_rows) == 2:
+            monkeypatch.setattr(target, "forward", fail)
+        return [Draft([])] * len(requests)
+
+    def fail(_: object) -> list[SegmentOutput]:
+        monkeypatch.setattr(target, "forward", forward)
+        raise RuntimeError("out of memory")
+
+    forward = target.forward
+    monkeypatch.setattr(drafter, "propose", propose)
+    engine = make_engine(drafter)
+    session_id = engine.create_session().session_id
+    with pytest.raises(EngineUnavailable, match="out of memory"):
+        run(engine, [1, 2, 3], params, session_id)
+    run(engine, [], params, session_id, append=False)
+    assert num_rows == [3, 1, 1, 1, 1, 1]
 
 
 # --- what a draft may be ---

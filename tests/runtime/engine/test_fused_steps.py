@@ -521,6 +521,21 @@ def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
     engine.stop()
 
 
+def test_rows_that_were_kept_before_a_gap_in_the_states_are_not_kept_behind_it(
+    target: Target, tokenizer: Tokenizer, oracle: Target, tmp_path: Path
+):
+    """The prompt is shorter than the window, and what whole steps left behind is longer."""
+    policy = CachePolicy(sink=4, window=12)
+    [decoder], engine = make_engine(target, tokenizer, SPECULATION)
+    fused, session_id = Fused(engine, decoder), engine.create_session(SessionOptions(cache_policy=policy)).session_id
+    fused.begin(prompt_of(1, 9), replace(GREEDY, max_tokens=60), session_id=session_id).wait()
+    engine.save_session(session_id, tmp_path / "saved")
+    restored = engine._store.get(engine.restore_session(tmp_path / "saved").session_id)
+    assert restored.dropped > 0
+    assert_states(oracle, restored.history[: restored.cached], restored.features, policy)
+    engine.stop()
+
+
 def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
     target: Target, tokenizer: Tokenizer, oracle: Target
 ):

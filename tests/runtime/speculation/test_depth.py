@@ -17,7 +17,7 @@ from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough, SparseProbs
 from runtime.speculation.acceptance import Acceptance, Confidence
 from runtime.speculation.costs import Costs, bucket
-from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer, Shape
+from runtime.speculation.depth import GREEDY, RECHECK_STEPS, SAMPLED, SEEDED, Ask, Pacer, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -293,7 +293,20 @@ def test_a_version_that_is_gone_is_forgotten() -> None:
     assert not pacer._acceptance
     assert not pacer._confidence
     assert not pacer._habits
+    assert not pacer._choices
     run(pacer, machine, 1, 50)
+
+
+def test_a_choice_that_was_due_for_a_version_that_is_gone_is_not_made() -> None:
+    pacer = adaptive(Machine(cpu, chance=0.9))
+    pacer.may_wait = True
+    for _ in range(RECHECK_STEPS + 1):
+        pacer.choose([Ask("v", 5)], 1, 0)
+    assert pacer._due is not None
+    pacer.forget("v")
+    pacer.refresh()
+    assert not pacer._habits
+    assert not pacer._choices
 
 
 # --- acceptance and confidence ---

@@ -27,6 +27,10 @@ except ImportError as error:
         f"backend.name is 'mlx', but MLX cannot be imported ({error}); install slipstream[mlx], or choose another backend."
     ) from error
 
+# Its functions, compiled and called on several threads as ours are, end the interpreter with a segmentation fault (0.32.4), and
+# would want a C++ compiler on a CPU.
+mx.disable_compile()
+
 TRIAL_TOLERANCE = 1e-2  # of the largest logit; float32 forwards of two shapes differ by less than a hundredth of it
 _LIMIT = "max_position_embeddings"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,27 @@ def test_a_setting_that_mlx_does_not_know_is_refused(tiny: ResolvedModel, settin
 def test_invariant_numerics_are_refused(tiny: ResolvedModel) -> None:
     with pytest.raises(ConfigError, match=r"backend\.numerics is 'invariant'; the mlx backend knows only default"):
         load_target(BackendConfig(name="mlx", numerics=Numerics.INVARIANT), ModelConfig(), tiny)
+
+
+def test_a_program_that_computed_on_several_threads_ends_well() -> None:
+    program = """
+from threading import Thread
+from runtime.backends import load_target
+from runtime.backends.base import Segment
+from runtime.config import BackendConfig, ModelConfig
+from runtime.models import resolve
+
+def compute():
+    target.forward([Segment(target.new_cache(), [1, 2, 3])])
+
+target = load_target(BackendConfig(name="mlx"), ModelConfig(name="tiny"), resolve("tiny"))
+compute()
+other = Thread(target=compute)
+other.start()
+other.join()
+del target
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
 def test_without_the_extra_its_name_is_told(tiny: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 import machine
 import psutil
 import traffic
+from command_line import parser_of, positive
 from console import Board
 
 from runtime.backends import load_target
@@ -231,18 +232,18 @@ def growth_mib(samples: Sequence[tuple[int, float]]) -> float:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, help="of the forward; torch's own choice if left out")
-    parser.add_argument("--concurrency", type=int, default=8, help="sessions at once")
-    parser.add_argument("--max-tokens", type=int, help="of one answer; 64, or 16 where memory is measured")
-    parser.add_argument("--pairs", type=int, default=10, help="rounds of each arm")
-    parser.add_argument("--round-requests", type=int, default=16, help="requests of one round")
+    parser.add_argument("--threads", type=positive, help="of the forward; torch's own choice if left out")
+    parser.add_argument("--concurrency", type=positive, default=8, help="sessions at once")
+    parser.add_argument("--max-tokens", type=positive, help="of one answer; 64, or 16 where memory is measured")
+    parser.add_argument("--pairs", type=positive, default=10, help="rounds of each arm")
+    parser.add_argument("--round-requests", type=positive, default=16, help="requests of one round")
     parser.add_argument("--require", type=float, help="the least median ratio; below it the exit code is 1")
-    parser.add_argument("--requests", type=int, help="measure memory over so many requests instead")
+    parser.add_argument("--requests", type=positive, help="measure memory over so many requests instead")
     parser.add_argument("--without-tap", action="store_true", help="of those requests, capture none")
     parser.add_argument("--max-growth-mib", type=float, default=16.0, help="of memory; above it the exit code is 1")
-    parser.add_argument("--budget-mib", type=int, help="of the store; 256, or what half of the requests fill")
+    parser.add_argument("--budget-mib", type=positive, help="of the store; 256, or what half of the requests fill")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write everything there too")
     return parser

@@ -30,10 +30,12 @@ from typing import Any
 
 import machine
 import torch
+from command_line import parser_of, positive
 from engine import say
 from engine_arms import Served, StaticSteps, read_plain
 from engine_sections import turns
 from engine_tables import table
+from prompts import prompt_file
 from prompts import read as read_prompts
 
 from runtime.backends.base import Segment
@@ -346,16 +348,18 @@ def run(check: Check, options: argparse.Namespace) -> Row:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, nargs="+", help="JSONL files with turns or conversations")
+    parser = parser_of(__doc__)
+    parser.add_argument("prompts", type=prompt_file, nargs="+", help="JSONL files with turns or conversations")
     parser.add_argument("--out", type=Path, help="write everything there as JSON")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="sessions of the part steps")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pool-mib", type=int, help="device memory for K/V; a third of what is free if left out")
+    parser.add_argument(
+        "--sizes", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="sessions of the part steps"
+    )
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer")
+    parser.add_argument("--rounds", type=positive, default=3, help="of each measurement")
+    parser.add_argument("--pool-mib", type=positive, help="device memory for K/V; a third of what is free if left out")
     return parser
 
 

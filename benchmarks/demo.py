@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 import threading
 import time
@@ -26,8 +25,10 @@ import evaluation
 import httpx
 import report
 from client import Answer, Client, tokens_per_second
+from command_line import fresh_directory, parser_of, positive, seconds
 from console import Board
 from programs import Program, ProgramFailed
+from prompts import prompt_file
 from report import Activation, Run
 from traffic import Messages, load_passages, messages, passages
 
@@ -40,8 +41,7 @@ UNDECIDED = ("staged", "validated")
 def main() -> int:
     options = arguments().parse_args()
     directory: Path = options.out
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    fresh_directory(directory, "serving.log")
     began = time.monotonic()
     run, heldout, stream = prepare(options)
     server = Program("serving", server_overrides(options), directory / "serving.log")
@@ -69,16 +69,16 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--from", dest="start", choices=["embedded", "scratch"], default="embedded", help="the first drafter")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="made anew: report, plot, logs, state")
-    parser.add_argument("--prompts", type=Path, help="JSONL with conversations or turns, instead of invented passages")
-    parser.add_argument("--heldout", type=int, default=32, help="prompts measured before and after")
-    parser.add_argument("--requests", type=int, default=144, help="at least so many requests of traffic")
-    parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of one answer")
-    parser.add_argument("--traffic-s", type=float, default=240.0, help="play traffic at least so long")
-    parser.add_argument("--limit-s", type=float, default=420.0, help="and at most so long, activation or not")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="the run; an earlier one there goes")
+    parser.add_argument("--prompts", type=prompt_file, help="JSONL with conversations or turns, instead of invented passages")
+    parser.add_argument("--heldout", type=positive, default=32, help="prompts measured before and after")
+    parser.add_argument("--requests", type=positive, default=144, help="at least so many requests of traffic")
+    parser.add_argument("--concurrency", type=positive, default=4, help="requests at a time")
+    parser.add_argument("--max-tokens", type=positive, default=96, help="of one answer")
+    parser.add_argument("--traffic-s", type=seconds, default=240.0, help="play traffic at least so long")
+    parser.add_argument("--limit-s", type=seconds, default=420.0, help="and at most so long, activation or not")
     parser.add_argument(
         "--set", dest="common", action="append", default=[], metavar="SETTING=VALUE", help="an override for both programs"
     )

@@ -33,8 +33,10 @@ import engine_sections
 import engine_tables
 import machine
 import torch
+from command_line import parser_of, positive
 from engine_arms import Arm, HfGenerate, HfStatic, Ours, Served, read_plain
 from engine_sections import Encoded
+from prompts import prompt_file
 from prompts import read as read_prompts
 from transformers.utils import logging as transformers_logging
 
@@ -268,8 +270,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, nargs="+", help="JSONL files with turns or conversations, and category")
+    parser = parser_of(__doc__)
+    parser.add_argument("prompts", type=prompt_file, nargs="+", help="JSONL files with turns or conversations, and category")
     parser.add_argument("--out", type=Path, help="write everything there as JSON")
     parser.add_argument("--quick", action="store_true", help="a little of everything, in a minute or two")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -278,15 +280,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, auto")
     parser.add_argument("--dtype", choices=[one.value for one in Dtype], default=Dtype.AUTO.value)
     default_depth = SpeculationConfig().max_draft_tokens
-    parser.add_argument("--adaptive-depth", type=int, default=default_depth, help="greatest depth of the adaptive arms")
+    parser.add_argument("--adaptive-depth", type=positive, default=default_depth, help="greatest depth of the adaptive arms")
     parser.add_argument("--backend", default=BackendConfig().name, help="of our arms: transformers or mlx")
     parser.add_argument("--numerics", choices=[one.value for one in Numerics], default=Numerics.DEFAULT.value)
-    parser.add_argument("--threads", type=int, help="CPU threads of a forward; torch's own choice if left out")
-    parser.add_argument("--per-domain", type=int, help="prompts of each category")
-    parser.add_argument("--prompts", type=int, dest="equality_prompts", help="of the section equality, drawn from all")
-    parser.add_argument("--max-tokens", type=int, help="of an answer, in the section single")
-    parser.add_argument("--rounds", type=int, help="of the sections batch and never")
-    parser.add_argument("--flat-requests", type=int, help="of the section flat")
+    parser.add_argument("--threads", type=positive, help="CPU threads of a forward; torch's own choice if left out")
+    parser.add_argument("--per-domain", type=positive, help="prompts of each category")
+    parser.add_argument("--prompts", type=positive, dest="equality_prompts", help="of the section equality, drawn from all")
+    parser.add_argument("--max-tokens", type=positive, help="of an answer, in the section single")
+    parser.add_argument("--rounds", type=positive, help="of the sections batch and never")
+    parser.add_argument("--flat-requests", type=positive, help="of the section flat")
     parser.add_argument("--seed", type=int, default=0, help="which prompts of a category")
     return parser
 

@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+from command_line import fresh_directory, parser_of, positive
 from console import Board
 from fault_processes import Mother, Victim, lines_with
 from rich.console import Console
@@ -57,8 +57,7 @@ AGAIN_SHARE = 0.2  # of deaths: dies again at once
 
 def main() -> int:
     options = arguments().parse_args()
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
+    fresh_directory(options.out, "server.log")
     began = time.monotonic()
     with Board() as board:
         board.stage("Faults")
@@ -75,12 +74,12 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="how many deaths")
+    parser = parser_of(__doc__)
+    parser.add_argument("--count", type=positive, default=200, help="how many deaths")
     parser.add_argument("--seed", type=int, default=0, help="of the random points")
     parser.add_argument("--trainers", type=int, choices=(1, 2, 3, 4), default=1, help="how many share the rows of the run")
     parser.add_argument("--source", choices=("grpc", "directory"), default="grpc", help="how the trainer gets rows")
-    parser.add_argument("--out", type=Path, default=Path("outputs/faults"), help="directory of the run; emptied first")
+    parser.add_argument("--out", type=Path, default=Path("outputs/faults"), help="the run; an earlier one there goes")
     return parser
 
 

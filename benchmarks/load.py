@@ -26,8 +26,10 @@ from typing import Any
 
 import httpx
 import machine
+from command_line import parser_of, positive
 from console import Board
 from programs import Program, ProgramFailed
+from prompts import load, prompt_file
 
 PROBE = Path(__file__).with_name("liveness.py")
 DEFAULT_PROMPTS = [
@@ -221,20 +223,17 @@ def show(result: dict[str, Any]) -> None:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    if path is None:
-        return DEFAULT_PROMPTS
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [record["turns"][0] if record.get("turns") else record["conversations"][0]["content"] for record in records]
+    return DEFAULT_PROMPTS if path is None else [prompt.text for prompt in load(path)]
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--url", help="of a running server; one is started if left out")
     parser.add_argument("--server", action="append", default=[], help="an override for the server that is started; repeat it")
-    parser.add_argument("--prompts", type=Path, help="JSONL with turns or conversations; a few of our own if left out")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=prompt_file, help="JSONL with turns or conversations; a few of our own if left out")
+    parser.add_argument("--requests", type=positive, default=64, help="of all clients together")
+    parser.add_argument("--concurrency", type=positive, default=8, help="clients at once")
+    parser.add_argument("--max-tokens", type=positive, default=64, help="of an answer")
     parser.add_argument("--long-prefills", type=int, default=0, help="further clients that send one long prompt after the other")
     parser.add_argument("--compare", action="store_true", help="every other request without speculation")
     parser.add_argument("--json", type=Path, help="write the result here too")
@@ -258,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.freeze()  # else this program's own collections, of what it has imported, would be in every time it takes
             result = asyncio.run(measure(url, options, prompts, board))
         except (ProgramFailed, httpx.HTTPError) as error:
-            print(f"load: {error}", file=sys.stderr)
+            print(f"load: {error if options.url is None else f'{options.url} does not answer: {error}'}", file=sys.stderr)
             return 1
         finally:
             if server is not None:

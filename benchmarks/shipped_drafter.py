@@ -33,6 +33,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from command_line import parser_of
+
 STEPS = ("prompts", "answers", "train", "evaluate", "export")
 TEMPERATURES = {"long": [0, 0.7, 0.9]}  # of the answers to a file's prompts
 OTHERWISE = [0, 0.7, 0.7, 0.9]
@@ -180,7 +182,7 @@ class Maker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="a directory for everything that is made")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)

@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 import machine
 import psutil
+from command_line import parser_of, positive, seconds
 from console import Board
 from programs import Program, ProgramFailed
 from rich.console import Console
@@ -273,10 +274,10 @@ def show(result: dict[str, Any]) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--workers", type=int, default=64, help="clients at once")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__)
+    parser.add_argument("--minutes", type=seconds, default=10.0, help="of the longer round")
+    parser.add_argument("--workers", type=positive, default=64, help="clients at once")
+    parser.add_argument("--seed", type=int, default=0, help="of what the clients do")
     parser.add_argument("--model", default="tiny", help="for the server that is started")
     parser.add_argument("--server", action="append", default=[], help="an override for it; repeat it")
     parser.add_argument("--address", help="gRPC address of a running server; one is started if left out")

@@ -18,6 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from prompts import load
+
 Messages = list[dict[str, str]]
 
 MAX_WORDS = 110
@@ -77,9 +79,7 @@ def _money(rng: random.Random, words: dict[str, Any]) -> str:
 
 def load_passages(path: Path) -> list[str]:
     """The texts of a JSONL file with `conversations` or `turns` (the first user turn of each), cut at a sentence's end."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    texts = [record["turns"][0] if record.get("turns") else record["conversations"][0]["content"] for record in records]
-    return [_cut(text.removeprefix("Summarize:").strip()) for text in texts]
+    return [_cut(prompt.text.removeprefix("Summarize:").strip()) for prompt in load(path)]
 
 
 def _cut(text: str) -> str:

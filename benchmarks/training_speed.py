@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from command_line import parser_of, positive
 from machine import describe
 from rich.console import Console
 from rich.progress import Progress
@@ -129,7 +130,7 @@ def measure(step: Step, rows: Sequence[TrainingRow], memory: Memory) -> tuple[fl
 def run(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict[str, object]:
     memory, rng = Memory(device), random.Random(0)
     target = Target.make(shape, device)
-    arms, figures, absent = build(args.arms.split(","), target, memory)
+    arms, figures, absent = build(args.arms, target, memory)
     num_tokens: list[int] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("rounds", total=(args.warmup + args.rounds) * len(arms))
@@ -179,18 +180,24 @@ def show(result: dict[str, object]) -> None:
     console.print(", ".join(result["machine"].values()))  # type: ignore[attr-defined]
 
 
+def arms_of(text: str) -> list[str]:
+    if unknown := [name for name in text.split(",") if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no trainer that is known here; there are {', '.join(ARMS)}")
+    return text.split(",")
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
-    parser.add_argument("--depths", type=int, help="instead of the shape's own")
-    parser.add_argument("--draft-vocab", type=int, help="instead of the shape's own")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--depths", type=positive, help="instead of the shape's own")
+    parser.add_argument("--draft-vocab", type=positive, help="instead of the shape's own")
+    parser.add_argument("--rows", type=positive, default=8, help="of a step")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens of a row")
     parser.add_argument("--lengths", choices=["full", "real"], default="full", help="real: rows * length tokens in answers")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--rounds", type=positive, default=15, help="that count")
+    parser.add_argument("--warmup", type=int, default=3, help="rounds before those")
+    parser.add_argument("--arms", type=arms_of, default=",".join(ARMS), help="trainers, with commas between them")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     changes = {"depths": args.depths, "draft_vocab": args.draft_vocab}

@@ -7,9 +7,11 @@ never FastAPI's 422.
 from __future__ import annotations
 
 import asyncio
+import difflib
+import json
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +37,8 @@ from runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
+
+UNKNOWN_PARAMETER = "unknown_parameter"  # code of a refusal, and how the schemas tell of it
 
 STATUSES: dict[type[SlipstreamError], int] = {
     InvalidRequest: 400,
@@ -154,8 +158,14 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = None if first["type"] == "json_invalid" else param_of(first["loc"])
-    return JSONResponse(envelope(_sentence(first, param), 400, _code(first), param), 400)
+    inner = (first["ctx"]["name"],) if first["type"] == UNKNOWN_PARAMETER else ()
+    param = None if first["type"] == "json_invalid" else param_of((*first["loc"], *inner))
+    if param is None and first["type"] != "json_invalid":
+        sent = request.headers.get("content-type", "nothing")
+        message = f"The body must be a JSON object, sent with Content-Type: application/json, which was {sent[:80]!r}."
+    else:
+        message = _sentence(first, param)
+    return JSONResponse(envelope(message, 400, _code(first), param), 400)
 
 
 def param_of(loc: Sequence[str | int]) -> str | None:
@@ -166,20 +176,35 @@ def param_of(loc: Sequence[str | int]) -> str | None:
     return path.lstrip(".") or None
 
 
+def unknown_parameter(param: str, known: Iterable[str]) -> str:
+    """Says that `param` is not there, and which of the `known` names of its place it may have been meant to be."""
+    near = difflib.get_close_matches(param.rpartition(".")[2], known, n=1, cutoff=0.7)
+    return f"{param} is not a parameter that this server supports. Leave it out{f', or write {near[0]}' if near else ''}."
+
+
+def shown(value: Any) -> str:
+    """A value of a body as its sender wrote it, shortened."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return json.dumps(value[:60] if isinstance(value, str) else value, default=repr)[:80]
+
+
 def _code(error: dict[str, Any]) -> str:
-    return {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(error["type"], "invalid_value")
+    codes = {UNKNOWN_PARAMETER: UNKNOWN_PARAMETER, "missing": "missing_required_parameter"}
+    return codes.get(error["type"], "invalid_value")
 
 
 def _sentence(error: dict[str, Any], param: str | None) -> str:
     match error["type"]:
         case "json_invalid":
             return f"The body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}."
-        case "extra_forbidden":
-            return f"{param} is not a parameter that this server supports. Leave it out."
-        case "missing" if param is not None:
+        case "missing":
             return f"{param} is required."
+        case "unknown_parameter":
+            return unknown_parameter(str(param), error["ctx"]["known"])
         case "value_error":
             return str(error["ctx"]["error"])
-    if param is None:
-        return "The body must be a JSON object, sent with Content-Type: application/json."
-    return f"{param} is not usable: {error['msg']}."
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{param} is {shown(error['input'])}; it should be an object."
+    why = str(error["msg"]).removeprefix("Input ")
+    return f"{param} is {shown(error['input'])}; it {why}." if why != error["msg"] else f"{param} is not usable: {why}."

@@ -13,13 +13,16 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from runtime.errors import InvalidRequest
+from serving.http.errors import shown, unknown_parameter
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 Json = dict[str, Any]
 
 _LONG = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64}
-_NO_FIELD = re.compile(r'no field named "([^"]*)"')
-_BAD_FIELD = re.compile(r"Failed to parse (\w+) field: (.*)", re.DOTALL)
+_NO_FIELD = re.compile(r'no field named "([^"]*)" at "([^"]*)"\.(.*)', re.DOTALL)  # the fields that there are stand behind it
+_QUOTED = re.compile(r"'(\w+)'")
+_BAD_FIELD = re.compile(r"Failed to parse (?P<name>\w+) field: (?P<why>.*)", re.DOTALL)
+_BAD_VALUE = re.compile(r"(?P<why>.*) at \w+\.(?P<name>[\w.]+)", re.DOTALL)
 _TYPES: dict[int, Json] = {
     FieldDescriptor.CPPTYPE_BOOL: {"type": "boolean"},
     FieldDescriptor.CPPTYPE_STRING: {"type": "string"},
@@ -41,18 +44,25 @@ def read(body: Any, kind: type[AnyMessage], **given: str) -> AnyMessage:
     try:
         return json_format.ParseDict({**body, **given}, kind())
     except json_format.ParseError as error:
-        raise _in_our_words(str(error)) from error
+        raise _in_our_words(str(error), body) from error
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidRequest("body", f"The body does not fit {kind.DESCRIPTOR.name}: {error}.") from error
 
 
-def _in_our_words(text: str) -> InvalidRequest:
+def _in_our_words(text: str, body: Json) -> InvalidRequest:
     if found := _NO_FIELD.search(text):
-        name = found.group(1)[:80]
-        return InvalidRequest(name, f"{name} is not a parameter that this server supports. Leave it out.")
-    if found := _BAD_FIELD.search(text):
-        return InvalidRequest(found.group(1), f"{found.group(1)} is not usable: {found.group(2)[:200].rstrip('.')}.")
+        name, place, known = found.groups()
+        path = ".".join([*place.split(".")[1:], name[:80]])
+        return InvalidRequest(path, unknown_parameter(path, [_snake(one) for one in _QUOTED.findall(known)]))
+    if found := _BAD_FIELD.search(text) or _BAD_VALUE.search(text):
+        name, why = found["name"], found["why"][:200].rstrip(".")
+        value = f"{name} is {shown(body[name])}, which" if name in body else name
+        return InvalidRequest(name, f"{value} is not usable: {why}.")
     return InvalidRequest("body", f"The body is not usable: {text[:200].rstrip('.')}.")
+
+
+def _snake(name: str) -> str:
+    return re.sub("([A-Z])", r"_\1", name).lower()
 
 
 def write(message: Message) -> Json:

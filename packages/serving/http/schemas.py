@@ -22,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from runtime.errors import ContextLengthExceeded, InvalidRequest
 from runtime.types import SEED_RANGE, SamplingParams, SessionOptions, Switch
@@ -52,10 +53,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field_is_enough(cls, data: Any) -> Any:
-        unknown = [name for name in data if name not in cls.model_fields] if isinstance(data, dict) else []
-        more = set(unknown[1:])
-        return {name: value for name, value in data.items() if name not in more} if more else data
+    def _no_unknown_field(cls, data: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        unknown = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
+        if unknown is not None:
+            raise PydanticCustomError("unknown_parameter", "There is no such field.", {"name": unknown[:80], "known": known})
+        return data
 
 
 class StreamOptions(Body):

@@ -37,6 +37,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 TOOL = tool("f", {"type": "object"})
+BESIDE_SCHEMA = "response_format.json_schema.foo"
 
 
 def post(running: Running, path: str, **request: Any) -> httpx.Response:
@@ -129,6 +130,7 @@ def post(running: Running, path: str, **request: Any) -> httpx.Response:
         ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens"),
         ({"speculation": {"drafter": "x"}}, "speculation.drafter"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "foo": 1}}}, BESIDE_SCHEMA),
         ({"functions": []}, "functions"),
         ({"best_of": 2}, "best_of"),
     ],
@@ -145,6 +147,24 @@ def test_a_field_that_cannot_be_honoured_is_named(running: Running, change: dict
     assert error["message"].endswith(".")
     assert error["code"]
     running.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"temprature": 1}, "temprature is not a parameter that this server supports. Leave it out, or write temperature."),
+        ({"speculation": {"max_drafts": 1}}, "Leave it out, or write max_draft_tokens."),
+        ({"qqq": 1, "rrr": 1}, "qqq is not a parameter that this server supports. Leave it out."),
+        ({"temperature": "hot"}, 'temperature is "hot"; it should be a valid number.'),
+        ({"speculation": False}, "speculation is false; it should be an object."),
+        ({"messages": "Hi"}, 'messages is "Hi"; it should be a valid list.'),
+        ({"user": "a" * 80, "top_k": "b" * 80}, f'top_k is "{"b" * 60}"; it should be a valid integer.'),
+        ({"tools": {}}, "tools is an object; it should be a valid list."),
+    ],
+)
+def test_a_refusal_tells_the_value_and_what_to_do(running: Running, change: dict[str, Any], said: str) -> None:
+    message = post(running, "/v1/chat/completions", json=GOOD | change).json()["error"]["message"]
+    assert message.endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +229,7 @@ def test_a_body_that_cannot_be_read_says_why(running: Running, body: bytes) -> N
 def test_a_body_that_is_not_said_to_be_json_is_400(running: Running) -> None:
     response = post(running, "/v1/chat/completions", content=json.dumps(GOOD), headers={"content-type": "text/plain"})
     assert response.status_code == 400
-    assert "Content-Type" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"].endswith("Content-Type: application/json, which was 'text/plain'.")
 
 
 def test_paths_and_methods(running: Running) -> None:

@@ -114,7 +114,7 @@ def test_forks_and_saved_sessions(http: httpx.Client) -> None:
         ("generate", {"temperature": 9}, 400, "temperature"),
         ("generate", {"max_tokens": 0}, 400, "max_tokens"),
         ("generate", {"stream": "yes"}, 400, "stream"),
-        ("generate", {"speculation": {"drafter": 1}}, 400, "drafter"),
+        ("generate", {"speculation": {"drafter": 1}}, 400, "speculation.drafter"),
         ("fork", {"history_length": 70}, 400, "history_length"),
         ("save", {"name": "../x"}, 400, "name"),
     ],

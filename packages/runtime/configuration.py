@@ -217,8 +217,11 @@ def explain(error: Exception, schema: type) -> str:
 
 
 def _no_such_setting(name: str, settings: dict[str, Any]) -> str:
-    near = difflib.get_close_matches(name, settings, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "--help lists the settings."
+    group, _, last = name.rpartition(".")
+    beside = [known for known in settings if group and known.rpartition(".")[0] == group]
+    near = [known for known in beside if last in known.removeprefix(f"{group}.").split("_")]  # one word of its name
+    near = near or difflib.get_close_matches(name, settings, n=1, cutoff=0.6)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists the settings."
     return f"there is no setting {name!r}; {hint}"
 
 
@@ -237,7 +240,10 @@ def _wrong_type(cause: ValidationError, text: str, hint: Any) -> str:
     value = repr(found.group(1)) if found else "not usable"
     if "not Optional" in str(cause) or "is not optional" in str(cause):
         value = "null"
-    return f"{cause.full_key} is {value}; it must be {_words(hint)}."
+    group = str(cause.full_key).partition(".")[0]
+    is_option = found is not None and (CONFIG_DIR / group / f"{found.group(1).lower()}.yaml").is_file()
+    option = f", or write {group}={found.group(1).lower()}" if found is not None and is_option else ""
+    return f"{cause.full_key} is {value}; it must be {_words(hint)}{option}."
 
 
 def _unknown_key(error: Exception, cause: BaseException) -> str | None:

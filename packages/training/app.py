@@ -242,6 +242,7 @@ def _note(shop: Workshop, **data: object) -> None:
 
 def _log_to(console: Console) -> None:
     """Above the live panel on a terminal, plain lines elsewhere."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first start here tells of fonts
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
         logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])

@@ -131,9 +131,8 @@ class Progress:
             "tokens/s": f"{rate:.0f}",
         } | _words(figures)
         self._shown = newest | {name: shown for name, shown in self._shown.items() if name not in newest}
-        left_s = self._left.after(result.step, num_rows, figures)
-        if left_s is not None:
-            self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
+        self._left.after(result.step, num_rows, figures)
+        self._tell_time_left()
         self._log_now_and_then()
 
     def gathering(self, num_tokens: int, needed: int) -> None:
@@ -143,6 +142,7 @@ class Progress:
     def waiting(self, figures: Mapping[str, int]) -> None:
         self._metrics.waiting(figures)
         self._shown = self._shown | _words(figures) | {"tokens/s": "waiting for rows"}
+        self._tell_time_left()
         self._log_now_and_then(every_s=12 * LOG_EVERY_S)
 
     def saved(self, step: int, directory: Path) -> None:
@@ -150,8 +150,9 @@ class Progress:
 
     def not_judged(self, step: int, num_rows: int, needed: int) -> None:
         self._say(
-            f"step {step}: {num_rows} held-out rows, too few to judge by (trainer.gate.min_heldout_rows is {needed}); a larger "
-            "heldout_fraction of what makes the rows holds out more"
+            f"step {step}: {num_rows} held-out rows, too few to judge by (trainer.gate.min_heldout_rows is {needed}); more rows "
+            "hold out more, and so does a larger capture.heldout_fraction (of a server), producer.heldout_fraction "
+            "(mode=interleaved) or data.heldout_fraction (mode=offline)"
         )
 
     def judged(self, step: int, verdict: Verdict) -> None:
@@ -225,6 +226,11 @@ class Progress:
 
     # --- how it is told ---
 
+    def _tell_time_left(self) -> None:
+        left_s = self._left.seconds()
+        if left_s is not None:
+            self._shown["time left"] = f"{datetime.timedelta(seconds=round(left_s))}"
+
     def _smooth(self, loss: float | None) -> None:
         if loss is not None and math.isfinite(loss):
             self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss
@@ -264,22 +270,27 @@ class _Left:
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._began_at = time.monotonic()
-        self._began_step = self._num_rows = 0
+        self._began_step = self._step = self._num_rows = 0
+        self._figures: Mapping[str, int] = {}
 
     def begin(self, step: int) -> None:
-        self._began_step = step
+        self._began_step = self._step = step
 
-    def after(self, step: int, num_rows: int, figures: Mapping[str, int]) -> float | None:
-        """Seconds left after a step on num_rows rows; None where no end is known."""
+    def after(self, step: int, num_rows: int, figures: Mapping[str, int]) -> None:
+        """A step was made, on num_rows rows."""
+        self._step, self._figures = step, figures
         self._num_rows += num_rows
+
+    def seconds(self) -> float | None:
+        """None where no end is known."""
         elapsed_s = time.monotonic() - self._began_at
         known: list[float] = []
         if self._ends.max_time_s is not None:
             known.append(self._ends.max_time_s - elapsed_s)
-        if self._ends.max_steps is not None and step > self._began_step:
-            known.append((self._ends.max_steps - step) * elapsed_s / (step - self._began_step))
-        if self._ends.passes is not None and self._num_rows and "rows" in figures:
-            rows_left = figures["rows"] * self._ends.passes - figures.get("rows_trained", 0)
+        if self._ends.max_steps is not None and self._step > self._began_step:
+            known.append((self._ends.max_steps - self._step) * elapsed_s / (self._step - self._began_step))
+        if self._ends.passes is not None and self._num_rows and "rows" in self._figures:
+            rows_left = self._figures["rows"] * self._ends.passes - self._figures.get("rows_trained", 0)
             known.append(rows_left * elapsed_s / self._num_rows)
         return max(min(known), 0.0) if known else None
 

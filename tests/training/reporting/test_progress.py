@@ -61,8 +61,9 @@ def test_elsewhere_there_are_log_lines(tmp_path: Path, caplog: pytest.LogCapture
         progress.ended("mine", 2, None, is_stopped=False, has_learned=True)
     assert [record.message for record in caplog.records] == [
         "step 1, loss 2.000, accepted by depth 0.600 0.250, learning rate 0.0005, tokens/s 200, rows waiting 3",
-        "step 2: 3 held-out rows, too few to judge by (trainer.gate.min_heldout_rows is 8); a larger "
-        "heldout_fraction of what makes the rows holds out more",
+        "step 2: 3 held-out rows, too few to judge by (trainer.gate.min_heldout_rows is 8); more rows "
+        "hold out more, and so does a larger capture.heldout_fraction (of a server), producer.heldout_fraction "
+        "(mode=interleaved) or data.heldout_fraction (mode=offline)",
         "the run is over at step 2; it has published no version; mode=export export.drafter=mine writes what it has learned",
     ]
 
@@ -133,6 +134,17 @@ def test_time_left_is_told_where_an_end_is_known(tmp_path: Path) -> None:
     assert "time left" in shown(Ends(max_steps=10), {})
     assert "time left" in shown(Ends(passes=2), {"rows": 8, "rows_trained": 4})
     assert re.search(r"time left\W+(1:39:5|1:40:0)", re.sub(r"\x1b\[[0-9;]*m", "", shown(Ends(max_time_s=6000.0), {})))
+
+
+def test_time_left_passes_while_a_run_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Progress(tmp_path, Console(file=io.StringIO()), ends=Ends(max_time_s=100.0)) as progress:
+        progress.began("again", 0)
+        progress.stepped(result(1), 4, {})
+        now += 60.0
+        progress.waiting({"rows_waiting": 0})
+        assert progress._shown["time left"] == "0:00:40"
 
 
 def test_a_run_of_many_resumed_steps_is_drawn(tmp_path: Path) -> None:

@@ -72,6 +72,10 @@ class Decoder(Protocol):
         """The cache goes on elsewhere, or nowhere. Also for one that was never here."""
         ...
 
+    def abandon(self) -> None:
+        """Forget all that is under way, and every sequence, since something raised: who goes on begins anew."""
+        ...
+
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         """Compile what steps of up to so many sequences need; seconds of each step by their number and its depth."""
         ...

@@ -35,7 +35,7 @@ from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
-from runtime.speculation.costs import Costs
+from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import PLAIN, Pacer, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
@@ -87,17 +87,6 @@ class _Landed:
         return outcomes
 
 
-class StepCosts(Costs):
-    """Of whole steps: a plain one is a forward, and all that drafting adds to it, rows to verify too, is the proposal's."""
-
-    def is_known(self, num_sessions: int, num_rows: int, context: int) -> bool:
-        """Each number of sessions was measured with the steps that are run: no need to make plain ones early to know better."""
-        return True
-
-    def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
-        return super().forward(num_sessions, num_sessions, context)
-
-
 class FusedSteps:
     def __init__(
         self,
@@ -120,7 +109,7 @@ class FusedSteps:
         self._steps: deque[list[_Flight]] = deque()  # under way: of each those that draft and those that do not
         self._landed_at = 0.0
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
-        self._costs: dict[bool, Costs] = {}  # of steps with a sampled session, and of those without
+        self._costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without
         self._is_alone = False  # nobody goes the general way in this step
         self.num_steps = 0  # so far
 
@@ -133,10 +122,8 @@ class FusedSteps:
         self._load()
         self._seconds = self._decoder.warm_up(self._decoder.max_sequences)
         if self._is_adaptive:
-            plain = {num: seconds for (num, depth), seconds in self._seconds.items() if not depth}
-            self._costs = {samples: StepCosts(plain) for samples in (False, True)}
+            self._costs = {samples: StepCosts(self._seconds) for samples in (False, True)}
             self._pacer.costs = self._costs[False]
-            self._expect_costs()
         gc.collect()
         gc.freeze()  # with thousands of sessions the collector runs all the time; what is here by now it need not look at again
 
@@ -158,6 +145,11 @@ class FusedSteps:
     def leave(self, session: Session) -> None:
         if session.cache is not None:
             self._decoder.leave(session.cache)
+
+    def abandon(self) -> None:
+        """A step raised: nothing that is under way is looked at any more."""
+        self._steps.clear()
+        self._decoder.abandon()
 
     def takes(self, work: Work) -> bool:
         if work.is_settling:
@@ -194,7 +186,6 @@ class FusedSteps:
             self._can_draft = (
                 not self._only_trees and isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
             )
-            self._expect_costs()
 
     # --- steps ---
 
@@ -336,24 +327,10 @@ class FusedSteps:
         if work.ask is not None and work.shape.depth:
             self._pacer.record_chain(work.ask, work.shape.depth, outcome.verdict.num_accepted)
 
-    def _expect_costs(self) -> None:
-        """What a new drafter takes until its own steps tell: weights do not change that."""
-        if self._loaded is not None and self._can_draft:
-            for costs in self._costs.values():
-                for (num, depth), seconds in self._seconds.items():
-                    if depth:
-                        _record_draft_cost(costs, self._loaded, num, depth, seconds, 0)
-
     def _record_cost(self, flight: _Flight, seconds: float) -> None:
-        """What a step costs: a plain one is a forward; a drafting one is a forward and what came on top."""
-        if not self._costs or not flight.is_typical:
-            return
-        costs = self._costs[_has_sampled(flight.works)]
-        num, context, drafter = len(flight.works), _context(flight.works), flight.works[0].drafter
-        if not flight.depth:
-            costs.record_forward(num, num, context, seconds / flight.num_steps)
-        elif drafter is not None:
-            _record_draft_cost(costs, drafter, num, flight.depth, seconds, context)
+        if self._costs and flight.is_typical:
+            costs = self._costs[_has_sampled(flight.works)]
+            costs.record(len(flight.works), flight.depth, _context(flight.works), seconds / flight.num_steps)
 
 
 def _cache(work: Work) -> int:
@@ -368,8 +345,3 @@ def _context(works: Sequence[Work]) -> int:
 
 def _has_sampled(works: Sequence[Work]) -> bool:
     return any(not work.request.params.is_greedy for work in works)
-
-
-def _record_draft_cost(costs: Costs, drafter: Drafter, num: int, depth: int, seconds: float, context: int) -> None:
-    forward = costs.forward(num, num, context)
-    costs.record_proposal(drafter.version, 1, num, depth, max(seconds - forward, 0.0))

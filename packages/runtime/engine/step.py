@@ -255,6 +255,9 @@ class Stepper:
         try:
             outcomes = fused.run(works)
         except Exception as error:
+            fused.abandon()
+            for work in works:  # nobody knows what its K/V holds now
+                self.holdings.release(work.request.session)
             self._fail(works, error)
             return
         finally:

@@ -9,16 +9,19 @@ Pure arithmetic: whoever measures tells it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
 RECENT = 16  # observations that a median is taken of
 TRUSTED = 3  # observations that make one
+FRESH_STEPS = 256  # so long what was seen of one depth of whole steps is believed
 
 
 class Costs:
+    learns_from_plain = True  # steps without drafts are made now and then, to know what they cost
+
     def __init__(self, forward_s: Mapping[int, float], session_s: float = 0.0) -> None:
         """forward_s: of one session's rows, by their number; session_s: of each session beyond the first."""
         assert forward_s, "at least one measurement"
@@ -61,7 +64,7 @@ class Costs:
             return seen[low].median * (1 - share) + seen[high].median * share
         return 1.0
 
-    def proposal(self, version: str, width: int, num_sessions: int, depth: int) -> float:
+    def proposal(self, version: str, width: int, num_sessions: int, depth: int, context: int) -> float:
         """Of one call of a drafter for so many sessions; by the most similar call known, per level."""
         known = self._proposals.get((version, width))
         if not known or not depth:
@@ -90,6 +93,11 @@ class Costs:
         if levels := depth if levels is None else levels:
             self._levels.setdefault((version, width, bucket(num_sessions)), {}).setdefault(levels, _Recent()).add(seconds)
 
+    def forget(self, version: str) -> None:
+        """Nobody drafts with it any more."""
+        self._levels = {place: known for place, known in self._levels.items() if place[0] != version}
+        self._proposals = {place: known for place, known in self._proposals.items() if place[0] != version}
+
     def _expected(self, num_sessions: int, num_rows: float) -> float:
         """By the table: linear between two places of it, and on from the last two."""
         if len(self._rows) == 1:
@@ -99,6 +107,74 @@ class Costs:
         share = (max(num_rows, self._rows[0]) - low) / (high - low)
         seconds = self._seconds[above - 1] * (1 - share) + self._seconds[above] * share
         return seconds + self._session_s * (num_sessions - 1)
+
+
+class StepCosts(Costs):
+    """Of whole steps on a device. A forward is a plain step; all that drafting adds to it, rows to verify too, the proposal.
+
+    The table has every depth of step, measured alike. What real steps take beyond it, the host's work and the context that is
+    read, is much the same at all depths: where one was not run lately, what the last other one took beyond it is added.
+    """
+
+    learns_from_plain = False
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """seconds: of steps by number of sessions and depth."""
+        super().__init__({num: taken for (num, depth), taken in seconds.items() if not depth})
+        self._table = dict(seconds)
+        self._beyond: dict[tuple[int, int], _Beyond] = {}  # by sessions and context, each in its bucket
+
+    def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
+        return self._step(num_sessions, 0, context)
+
+    def proposal(self, version: str, width: int, num_sessions: int, depth: int, context: int) -> float:
+        return self._step(num_sessions, depth, context) - self._step(num_sessions, 0, context)
+
+    def record(self, num_sessions: int, depth: int, context: int, seconds: float) -> None:
+        """A step of so many sessions, all of which drafted so deep."""
+        place = (bucket(num_sessions), context_bucket(context))
+        self._beyond.setdefault(place, _Beyond()).add(depth, seconds - self._measured(num_sessions, depth))
+
+    def _step(self, num_sessions: int, depth: int, context: int) -> float:
+        more = None
+        for shorter in range(context_bucket(context), -1, -1):
+            if beyond := self._beyond.get((bucket(num_sessions), shorter)):
+                more = beyond.at(depth)
+            if more is not None:
+                break
+        return max(self._measured(num_sessions, depth) + (more or 0.0), 0.0)
+
+    def _measured(self, num_sessions: int, depth: int) -> float:
+        num = self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
+        return self._table.get((num, depth), self._table[num, 0])
+
+
+class _Beyond:
+    """What steps of one size take beyond the table, in seconds."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._seen: dict[int, tuple[deque[float], int]] = {}  # by depth: the last ones, and how many steps there were by then
+        self._latest: int | None = None  # depth of which enough were seen
+
+    def add(self, depth: int, seconds: float) -> None:
+        self._num_steps += 1
+        recent, seen_at = self._seen.get(depth, (deque(maxlen=RECENT), 0))
+        if self._num_steps - seen_at > FRESH_STEPS:
+            recent.clear()
+        recent.append(seconds)
+        self._seen[depth] = (recent, self._num_steps)
+        if len(recent) >= TRUSTED:
+            self._latest = depth
+
+    def at(self, depth: int) -> float | None:
+        """At this depth, or at the one seen last. What disturbs a step only ever adds to it, so the quicker ones are believed."""
+        recent, seen_at = self._seen.get(depth, ((), 0))
+        if len(recent) < TRUSTED or self._num_steps - seen_at > FRESH_STEPS:
+            if self._latest is None:
+                return None
+            recent, _ = self._seen[self._latest]
+        return sorted(recent)[len(recent) // 4]
 
 
 def bucket(number: float) -> int:

@@ -50,6 +50,7 @@ class Shape(NamedTuple):
 PLAIN = Shape(0)
 GREEDY, SAMPLED, SEEDED = "greedy", "sampled", "seeded"  # drafts certain, sampled; certain for sampled output
 Group = tuple[str, str]  # a drafter's version and the kind of its sessions
+Limits = dict[Group, Counter[int]]  # how many sessions can use so many levels
 
 
 class Ask(NamedTuple):
@@ -72,7 +73,7 @@ class Pacer:
         self.may_wait = False  # a choice that is old holds on until `refresh`, which is called while nobody waits
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
         self._choice = _Choice({}, 0.0, 0)  # the last one
-        self._due: tuple[Hashable, dict[Group, list[int]], int, int] | None = None  # what `refresh` is to choose for
+        self._due: tuple[Costs, Hashable, Limits, int, int] | None = None  # what `refresh` is to choose for
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
         self._num_drafting = 0  # steps since the last one that was plain to know its cost
@@ -92,10 +93,10 @@ class Pacer:
         self._num_steps += 1
         self._num_sessions = num_sessions
         numbers = Counter(asks)
-        limits: dict[Group, list[int]] = {}
+        limits: Limits = {}
         for ask, number in numbers.items():
             if limit := min(ask.limit, self._config.max_draft_tokens):
-                limits.setdefault((ask.version, ask.kind), []).extend([limit] * number)
+                limits.setdefault((ask.version, ask.kind), Counter())[limit] += number
         self._choice = self._choice_for(limits, num_sessions, context)
         if any(shape.depth for shape in self._choice.shapes.values()) and self._is_plain_due(num_sessions, context):
             return [PLAIN] * len(asks)
@@ -105,18 +106,18 @@ class Pacer:
         by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
         return [by_ask[ask] for ask in asks]
 
-    def _choice_for(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> _Choice:
-        groups = tuple((group, len(of_one), max(of_one)) for group, of_one in limits.items())
+    def _choice_for(self, limits: Limits, num_sessions: int, context: int) -> _Choice:
+        groups = tuple((group, tuple(sorted(of_one.items()))) for group, of_one in limits.items())
         signature = (id(self.costs), num_sessions, groups)
         choice = self._choices.get(signature)
         is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
         if choice is None or (is_old and not self.may_wait):
             return self._choose(signature, limits, num_sessions, context)
         if is_old:
-            self._due = (signature, limits, num_sessions, context)
+            self._due = (self._costs, signature, limits, num_sessions, context)
         return choice
 
-    def _choose(self, signature: Hashable, limits: dict[Group, list[int]], num_sessions: int, context: int) -> _Choice:
+    def _choose(self, signature: Hashable, limits: Limits, num_sessions: int, context: int) -> _Choice:
         if len(self._choices) >= MAX_CHOICES:
             self._choices.clear()
         shapes, rate = self._best(limits, num_sessions, context)
@@ -124,13 +125,16 @@ class Pacer:
         return choice
 
     def refresh(self) -> None:
-        """Make the last choice anew, if it was old."""
+        """Make the last choice anew, if it was old and costs are still the same."""
         if self._due is not None:
-            due, self._due = self._due, None
-            self._choose(*due)
+            (costs, signature, limits, num_sessions, context), self._due = self._due, None
+            if costs is self.costs:
+                self._choose(signature, limits, num_sessions, context)
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
+        if not self._costs.learns_from_plain:
+            return False
         self._num_drafting += 1
         gap = PLAIN_EVERY if self._costs.is_known(num_sessions, num_sessions, context) else FIRST_PLAIN_EVERY
         if self._num_drafting < gap:
@@ -171,38 +175,38 @@ class Pacer:
             others.append(self._shape(min(chosen.depth + 2, most), chosen.width))
         return others
 
-    def _best(self, limits: dict[Group, list[int]], num_sessions: int, context: int) -> tuple[dict[Group, Shape], float]:
+    def _best(self, limits: Limits, num_sessions: int, context: int) -> tuple[dict[Group, Shape], float]:
         """For one group of sessions after the other, the largest first, the best shape beside those chosen already; and the
         tokens a second that all of them promise."""
         chosen: dict[Group, Shape] = {}
         best_rate = 0.0
         tokens, rows, seconds = float(num_sessions), float(num_sessions), 0.0
-        for group, of_one in sorted(limits.items(), key=lambda item: -len(item[1])):
+        for group, of_one in sorted(limits.items(), key=lambda item: -item[1].total()):
             habit = self._habit(group)
             best, best_rate = PLAIN, 0.0
             for shape in self._shapes(group[1], max(of_one)):
-                more_tokens, more_rows, more_seconds = self._promise(group, shape, of_one)
+                more_tokens, more_rows, more_seconds = self._promise(group, shape, of_one, context)
                 forward = self._costs.forward(num_sessions, rows + more_rows, context)
                 rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
                 rate *= IS_BETTER if shape in (PLAIN, habit.shape) else 1.0
                 if rate > best_rate:
                     best, best_rate = shape, rate
             chosen[group] = habit.shape = best
-            more_tokens, more_rows, more_seconds = self._promise(group, best, of_one)
+            more_tokens, more_rows, more_seconds = self._promise(group, best, of_one, context)
             tokens, rows, seconds = tokens + more_tokens, rows + more_rows, seconds + more_seconds
         return chosen, best_rate
 
-    def _promise(self, group: Group, shape: Shape, limits: Sequence[int]) -> tuple[float, float, float]:
+    def _promise(self, group: Group, shape: Shape, limits: Counter[int], context: int) -> tuple[float, float, float]:
         """Of a shape for a group: tokens gained, rows to verify, seconds to draft."""
         if not shape.depth:
             return 0.0, 0.0, 0.0
         acceptance = self._acceptance_of(group, shape.width)
         gains = acceptance.gains(shape.depth)
-        depths = [min(limit, shape.depth) for limit in limits]
+        depths = [(min(limit, shape.depth), number) for limit, number in limits.items()]
         guess = shape.num_nodes or shape.depth
-        rows = sum(acceptance.size(depth, guess) for depth in depths if depth)
-        seconds = self._costs.proposal(group[0], shape.width, len(limits), shape.depth)
-        return sum(gains[depth] for depth in depths), rows, seconds
+        rows = sum(number * acceptance.size(depth, guess) for depth, number in depths)
+        seconds = self._costs.proposal(group[0], shape.width, limits.total(), shape.depth, context)
+        return sum(number * gains[depth] for depth, number in depths), rows, seconds
 
     def _shapes(self, kind: str, max_depth: int) -> Iterable[Shape]:
         yield PLAIN
@@ -302,6 +306,8 @@ class Pacer:
                 del known[group]
         for key in [key for key in self._acceptance if key[0][0] == version]:
             del self._acceptance[key]
+        if self.costs is not None:
+            self.costs.forget(version)
         self._choices.clear()
         self._due = None
 

@@ -1,14 +1,13 @@
 """The host's side of fused steps: who is in a step, what is taken of it, what becomes of a step that nobody wants any more.
 
-The decoder here is honest but slow: real forwards of the real target on a CPU, made when a step is launched and told when it
-is collected, as a device would. The device's own is tested in `test_fused.py`.
+The device is simulated; the real one is tested in `test_fused.py`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,178 +15,21 @@ import pytest
 import torch
 
 from runtime.backends import load_target
-from runtime.backends.base import FULL, Segment, SegmentOutput, Target
+from runtime.backends.base import FULL, Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
-from runtime.drafters.base import Draft, DraftRequest
+from runtime.drafters.base import DraftRequest
 from runtime.drafters.none import NoDrafter
-from runtime.eagle3 import Eagle3Model
 from runtime.engine.local import LocalEngine
+from runtime.errors import EngineUnavailable
 from runtime.features.tap import Tap
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, Tokenizer
-from runtime.speculation import Processor, verify
-from runtime.speculation.sampling import Sampled
 from runtime.types import CachePolicy, DrafterPolicy, SamplingParams, SessionOptions, Started, Switch
 
 from .conftest import KeepingTap, Listener, audit, greedy_reference, prompt_of, random_eagle3
+from .simulated_device import CAPACITY_BYTES, SlowDecoder, make_fusing
 
-CAPACITY_BYTES = 2**30  # less than the budget of the settings
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-
-
-@dataclass
-class _Step:
-    caches: list[int]
-    known: list[list[int]]  # histories as they were known, the same lists while they are
-    tokens: list[list[int]]
-    depth: int
-
-
-class States:
-    """Of all committed rows of a target's caches, as a device has them beside their K/V."""
-
-    def __init__(self, target: Any) -> None:
-        self._seen: dict[int, HiddenStates] = {}  # by the last forward
-        self._kept: dict[int, list[HiddenStates]] = {}
-        self._dropped, self._forward, self._commit = target.dropped, target.forward, target.commit
-        self._truncate, self._fork, self._drop = target.truncate, target.fork, target.drop
-        self.num_reads = 0
-        for name in ("forward", "commit", "truncate", "fork", "drop"):
-            setattr(target, name, getattr(self, name))
-        target.states_of = self.states_of
-
-    def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
-        outputs = self._forward(segments)
-        self._seen |= {segment.cache: output.hidden for segment, output in zip(segments, outputs, strict=True)}
-        return outputs
-
-    def commit(self, cache: int, rows: Sequence[int]) -> None:
-        self._commit(cache, rows)
-        self._kept.setdefault(cache, []).extend(self._seen[cache][row : row + 1] for row in rows)
-
-    def truncate(self, cache: int, length: int) -> None:
-        self._truncate(cache, length)
-        del self._kept[cache][length:]
-
-    def fork(self, cache: int, length: int | None = None) -> int:
-        copy = self._fork(cache, length)
-        self._kept[copy] = self._kept[cache][:length]
-        return copy
-
-    def drop(self, cache: int) -> None:
-        self._drop(cache)
-        self._kept.pop(cache, None)
-
-    def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
-        self.num_reads += 1
-        assert self._dropped(cache) <= first < end <= len(self._kept[cache])
-        return HiddenStates.concat(self._kept[cache][first:end])
-
-
-@dataclass
-class SlowDecoder:
-    """A chain of guesses, of which every third place is wrong, verified by a forward of the target."""
-
-    target: Any
-    max_depth: int
-    max_sequences: int
-    max_steps: int = 6
-    began: list[int] = field(default_factory=list)  # tokens of each history, when it came here
-    pending: dict[int, list[int]] = field(default_factory=dict)  # the whole history of each cache that it knows
-    sampled: dict[int, Sampled] = field(default_factory=dict)  # and where it stands
-    depths: list[int] = field(default_factory=list)
-    rows_of_steps: list[int] = field(default_factory=list)
-    num_discarded: int = 0
-    num_sampled: int = 0  # sequences that came here to be sampled
-    loaded: list[Eagle3Model] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)  # under way
-    num_ahead: int = 0  # launched while another was under way
-
-    def load_drafter(self, model: Eagle3Model) -> bool:
-        self.loaded.append(model)
-        return True
-
-    def depth_of(self, num_sequences: int) -> int:
-        return self.max_depth
-
-    def leave(self, cache: int) -> None:
-        self.pending.pop(cache, None)
-        self.sampled.pop(cache, None)
-
-    def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
-        return {(num, depth): 1e-3 + 1e-4 * depth for num in (1, num_sequences) for depth in range(self.max_depth + 1)}
-
-    def can_continue(self, cache: int, depth: int) -> bool:
-        return cache in self.pending and not (depth and any(not step.depth for step in self._under_way(cache)))
-
-    def _under_way(self, cache: int) -> list[_Step]:
-        known = self.pending.get(cache)
-        return [step for step in self.steps if known is not None and any(known is one for one in step.known)]
-
-    def launch(
-        self,
-        caches: Sequence[int],
-        histories: Sequence[Sequence[int]],
-        sampled: Sequence[Sampled | None],
-        depth: int,
-        num_steps: int = 1,
-    ) -> bool:
-        assert len(self.steps) < 4
-        self.num_ahead += bool(self.steps)
-        assert len(caches) <= self.max_sequences
-        assert num_steps == 1 or not depth
-        self.depths.append(depth)
-        self.rows_of_steps.append(num_steps)
-        steps = []
-        for cache, history, one in zip(caches, histories, sampled, strict=True):
-            if cache not in self.pending:
-                self.pending[cache] = list(history)
-                self.began.append(len(history))
-                if one is not None:
-                    self.sampled[cache] = one
-                    self.num_sampled += 1
-            known = self.pending[cache]
-            assert len(known) == self.target.length(cache) + 1
-            assert not self._under_way(cache) or self.can_continue(cache, depth)
-            ahead = [token for step in self._under_way(cache) for token in step.tokens[step.caches.index(cache)]]
-            tokens: list[int] = []
-            for _ in range(num_steps):
-                tokens += self._one(cache, known, ahead + tokens, depth)
-            steps.append(tokens)
-        self.steps.append(_Step(list(caches), [self.pending[cache] for cache in caches], steps, depth))
-        return True
-
-    def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> list[int]:
-        """Behind the history and the `more` tokens that came to it."""
-        guesses: list[int] = []
-        for place in range(depth):
-            [output] = self.target.forward([Segment(cache, [history[-1], *more, *guesses])])
-            best = int(output.logits[-1].argmax())
-            guesses.append(best if (len(history) + place) % 3 else (best + 1) % self.target.info.vocab_size)
-        [output] = self.target.forward([Segment(cache, [history[-1], *more, *guesses], num_logits=depth + 1)])
-        one = self.sampled.get(cache)
-        params = SamplingParams(temperature=0.0) if one is None else one.params
-        uniforms = None if one is None else one.uniforms.at(one.place + len(more), depth + 1)[:, 1]
-        processor = Processor(params, history, self.target.info.vocab_size)
-        return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
-
-    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        step = self.steps.pop(0)
-        for index, (cache, known, is_wanted) in enumerate(zip(step.caches, step.known, still_wanted, strict=True)):
-            tokens, history = step.tokens[index], self.pending.get(cache)
-            if history is not known:
-                step.tokens[index] = []
-                continue
-            if not is_wanted:
-                self.num_discarded += 1
-                self.leave(cache)
-                continue
-            self.target.forward([Segment(cache, [history[-1], *tokens[:-1]])])  # others may have been there meanwhile
-            self.target.commit(cache, range(len(tokens)))
-            history += tokens
-            if one := self.sampled.get(cache):
-                self.sampled[cache] = replace(one, place=one.place + len(tokens))
-        return step.tokens
 
 
 @dataclass
@@ -231,20 +73,6 @@ def make_engine(
     engine = LocalEngine(target, random_eagle3(target), tokenizer, speculation, SessionsConfig(max_batch_sessions=8), tap)
     engine.start()
     return decoders, engine
-
-
-def make_fusing(target: Target) -> list[SlowDecoder]:
-    """Give the target whole steps; the decoders that engines ask it for come to stand in the list."""
-    decoders: list[SlowDecoder] = []
-    target.states = States(target)  # type: ignore[attr-defined]
-
-    def new_decoder(max_depth: int, _max_sequences: int) -> SlowDecoder:
-        decoders.append(SlowDecoder(target, max_depth, max_sequences=5))
-        return decoders[-1]
-
-    target.new_decoder = new_decoder  # type: ignore[attr-defined]
-    target.capacity_bytes = CAPACITY_BYTES  # type: ignore[attr-defined]
-    return decoders
 
 
 def test_every_session_gets_its_own_tokens(fused: Fused, oracle: Target):
@@ -422,6 +250,39 @@ def test_cancelled_closed_and_swapped_midway(fused: Fused, oracle: Target):
         listener.wait()
         assert listener.token_ids == greedy_reference(oracle, prompt, 30)
     assert fused.decoder.loaded[-1] is new.model, "the device drafts with its weights from the next step on"
+
+
+@pytest.mark.parametrize("name", ["launch", "collect"])
+def test_a_step_that_raises_ends_its_generations_and_nothing_of_it_is_taken_for_the_next(
+    name: str, fused: Fused, oracle: Target, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(3)]
+    calls = 0
+    real = getattr(fused.decoder, name)
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("the device is gone")
+        return real(*args)
+
+    monkeypatch.setattr(fused.decoder, name, failing)
+    sessions = [fused.engine.create_session().session_id for _ in prompts]
+    listeners = [fused.begin(prompt, session_id=session) for prompt, session in zip(prompts, sessions, strict=True)]
+    num_failed = 0
+    for listener in listeners:
+        try:
+            listener.wait()
+        except EngineUnavailable:
+            num_failed += 1
+    assert num_failed
+    for prompt, session, listener in zip(prompts, sessions, listeners, strict=True):
+        history = prompt + listener.token_ids
+        assert listener.token_ids == greedy_reference(oracle, prompt, len(listener.token_ids))
+        again = fused.begin([7], session_id=session)
+        assert again.wait().finish_reason == "length"
+        assert again.token_ids == greedy_reference(oracle, [*history, 7], 30)
 
 
 def test_a_drafter_of_another_kind_takes_its_sessions_the_general_way(fused: Fused, oracle: Target):

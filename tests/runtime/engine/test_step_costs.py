@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from runtime.config import SpeculationConfig, TreeShape
-from runtime.engine.fused import StepCosts
+from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import Ask, Pacer
 
 # Milliseconds of a plain step and of one with a chain of 5, of SmolLM2-135M on a large card, by number of sessions.
@@ -38,17 +38,8 @@ class Device:
     def __init__(self, chances: Sequence[float]) -> None:
         self.chances = chances
         self._rng = random.Random(1)
-        self._costs = StepCosts({num: step_s(num, 0) for num in STEPS})
-        for num in STEPS:
-            for depth in range(1, 6):
-                self._record(num, depth, step_s(num, depth))
+        self._costs = StepCosts({(num, depth): step_s(num, depth) for num in STEPS for depth in range(6)})
         self._pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), self._costs)
-
-    def _record(self, num: int, depth: int, seconds: float) -> None:
-        if depth:
-            self._costs.record_proposal("v", 1, num, depth, max(seconds - self._costs.forward(num, num, 200), 0.0))
-        else:
-            self._costs.record_forward(num, num, 200, seconds)
 
     def step(self, num: int) -> tuple[float, float, int]:
         """Tokens, seconds, and the depth of most."""
@@ -59,7 +50,7 @@ class Device:
         for size, part_depth in ((num_drafting, depth), (num - num_drafting, 0)):
             if size:
                 took = step_s(size, part_depth) * self._rng.uniform(1, 1.03) + HOST_S * size
-                self._record(size, part_depth, took)
+                self._costs.record(size, part_depth, 200, took)
                 tokens, seconds = tokens + size * expected(self.chances, part_depth), seconds + took
         for ask in asks[:num_drafting]:
             luck = (level for level, chance in enumerate(self.chances[:depth]) if self._rng.random() >= chance)

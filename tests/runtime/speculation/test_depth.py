@@ -395,13 +395,13 @@ def test_a_table_measured_on_a_disturbed_machine_is_overcome() -> None:
 
 def test_proposals_are_known_from_similar_ones() -> None:
     costs = Costs({1: 1.0})
-    assert costs.proposal("v", 1, 1, 5) == 0.0, "who was never asked will be"
+    assert costs.proposal("v", 1, 1, 5, 100) == 0.0, "who was never asked will be"
     for seconds in (0.5, 0.6, 0.5):
         costs.record_proposal("v", 1, 1, 5, seconds)
-    assert costs.proposal("v", 1, 1, 5) == 0.5
-    assert costs.proposal("v", 1, 1, 2) == pytest.approx(0.2)
-    assert costs.proposal("v", 1, 4, 2) == pytest.approx(0.2)
-    assert costs.proposal("v", 4, 1, 5) == costs.proposal("w", 1, 1, 5) == costs.proposal("v", 1, 1, 0) == 0.0
+    assert costs.proposal("v", 1, 1, 5, 100) == 0.5
+    assert costs.proposal("v", 1, 1, 2, 100) == pytest.approx(0.2)
+    assert costs.proposal("v", 1, 4, 2, 100) == pytest.approx(0.2)
+    assert costs.proposal("v", 4, 1, 5, 100) == costs.proposal("w", 1, 1, 5, 100) == costs.proposal("v", 1, 1, 0, 100) == 0.0
 
 
 def test_a_level_costs_what_longer_calls_take_more() -> None:

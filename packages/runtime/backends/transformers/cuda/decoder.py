@@ -27,7 +27,8 @@ from runtime.backends.transformers.cuda.target import CudaTarget, Graphs, bucket
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
 
-WARM_UP_ROUNDS = 4  # the first of which captures
+WARM_UP_ROUNDS = 3  # behind one that captures
+WARM_UP_STEPS = 6  # of a round, in a row, as steps follow each other later
 PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
 AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 MAX_SEQUENCES = 2048  # of one step
@@ -133,6 +134,13 @@ class FusedDecoder:
             sequence.is_lost = True
             self._target.pool.blocks.trim(table)
 
+    def abandon(self) -> None:
+        """Something went wrong: nothing of what is under way is collected, and all sequences begin anew."""
+        self._flights.clear()
+        for table in list(self._sequences):
+            self._sequences.pop(table).is_lost = True
+            self._target.pool.blocks.trim(table)
+
     def can_continue(self, cache: int, depth: int) -> bool:
         """Whether the device has all that another step of this sequence needs, its pending token too."""
         table = self._target.pool[cache]
@@ -222,15 +230,17 @@ class FusedDecoder:
         seconds = {}
         for num in sorted({bucket(n) for n in range(1, min(num_sequences, self._max_sequences) + 1)}):
             for depth in range(1 if self._step.network is None else self.depth_of(num) + 1):
-                taken = []
-                for _ in range(WARM_UP_ROUNDS):
-                    started = time.perf_counter()
-                    nobody = _Flight([], [], num, depth, 1, self._slots[0])
-                    self._start([], nobody, Picks.BEST)
-                    self._wait(nobody)
-                    taken.append(time.perf_counter() - started)
-                seconds[num, depth] = min(taken)
+                self._seconds_of_nobody(num, depth, 1)
+                seconds[num, depth] = min(self._seconds_of_nobody(num, depth, WARM_UP_STEPS) for _ in range(WARM_UP_ROUNDS))
         return seconds
+
+    def _seconds_of_nobody(self, num: int, depth: int, num_steps: int) -> float:
+        """A step's, of so many in a row that nobody takes part in."""
+        nobody = _Flight([], [], num, depth, num_steps, self._slots[0])
+        started = time.perf_counter()
+        self._start([], nobody, Picks.BEST)
+        self._wait(nobody)
+        return (time.perf_counter() - started) / num_steps
 
     @torch.inference_mode()
     def _warm_up_prompts(self) -> None:

@@ -75,6 +75,7 @@ class Plan:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     batch_tokens: int = 96
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
+    domains: tuple[str, ...] = ()  # of the section never; none: the first ones
     num_domains: int = 4
     never_tokens: int = 64
     never_requests: int = 4  # at least; else twice as many as at once
@@ -121,6 +122,9 @@ class Bench:
         self._engines: dict[SpeculationMode, Served] = {}
         self._stack = ExitStack()
         self.prompts, self.num_skipped = self._read(options.prompts, options.seed)
+        known = sorted({prompt.domain for prompt in self.prompts})
+        if strange := sorted(set(plan.domains) - set(known)):
+            raise SystemExit(f"engine: no prompt is of the category {', '.join(strange)}; there are {', '.join(known)}.")
         self.info = self.served(SpeculationMode.FIXED).target.info
 
     def __enter__(self) -> Bench:
@@ -193,7 +197,7 @@ class Bench:
 
     def never(self) -> dict[str, Any]:
         plan = self.plan
-        domains = sorted({prompt.domain for prompt in self.prompts})[: plan.num_domains]
+        domains = plan.domains or sorted({prompt.domain for prompt in self.prompts})[: plan.num_domains]
         return engine_sections.never_slower(
             self.served(SpeculationMode.ADAPTIVE),
             self.served(SpeculationMode.FIXED),
@@ -266,7 +270,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     plan = QUICK if options.quick else Plan().on("cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda")
     names = ("per_domain", "max_tokens", "equality_prompts", "flat_requests", "rounds")
     given = {name: value for name in names if (value := getattr(options, name))}
-    return replace(plan, **given)
+    lists = {name: tuple(value) for name in ("concurrencies", "domains") if (value := getattr(options, name))}
+    return replace(plan, **given, **lists)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -288,6 +293,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=positive, dest="equality_prompts", help="of the section equality, drawn from all")
     parser.add_argument("--max-tokens", type=positive, help="of an answer, in the section single")
     parser.add_argument("--rounds", type=positive, help="of the sections batch and never")
+    parser.add_argument("--at", type=positive, nargs="+", dest="concurrencies", help="requests at once, in the section never")
+    parser.add_argument("--domains", nargs="+", help="categories of the section never; its first four if left out")
     parser.add_argument("--flat-requests", type=positive, help="of the section flat")
     parser.add_argument("--seed", type=int, default=0, help="which prompts of a category")
     return parser

@@ -10,7 +10,6 @@ import random
 import resource
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -26,6 +25,7 @@ from training.judging.oracle import Oracle
 Row = dict[str, Any]
 Say = Callable[[str], None]
 Name = TypeVar("Name")
+ADAPTIVE = "adaptive"  # the name of that arm
 
 
 @dataclass(frozen=True)
@@ -216,36 +216,51 @@ def never_slower(
 ) -> Row:
     """By domain and number of requests at once: tokens per second at each fixed depth and adaptively, and the ratio to the best.
 
-    Which depth is the best is said by the other rounds than the one whose ratio is taken, or luck would choose it.
+    A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
+    one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
+    luck would choose it.
     """
-    arms: dict[str, tuple[Served, Row]] = {"adaptive": (adaptive, {})}
+    arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
         arms[str(depth)] = (fixed, {"max_draft_tokens": depth} if depth else {"speculate": False})
-    domains: dict[str, list[list[int]]] = defaultdict(list)
-    for prompt in prompts:
-        domains[prompt.domain].append(prompt.token_ids)
-    cells: list[Row] = []
-    for domain, texts in domains.items():
-        for concurrency in concurrencies:
-            num_requests = max(least_requests, 2 * concurrency)
-            chosen = [texts[index % len(texts)] for index in range(num_requests)]
-            rates: dict[str, list[float]] = {name: [] for name in arms}
-            drafted = SpeculationStats()  # adaptively
-            for number in range(rounds):
-                for name in turns(list(arms), number):
-                    served, fields = arms[name]
-                    answers = served.run(chosen, concurrency, max_tokens, **fields)
-                    rates[name].append(_throughput(answers))
-                    for answer in answers if name == "adaptive" else ():
-                        drafted.num_steps += answer.stats.num_steps
-                        drafted.num_drafted += answer.stats.num_drafted
-            medians = {name: median(found) for name, found in rates.items()}
-            ratio = _against_best(rates.pop("adaptive"), list(rates.values()))
-            cell = {"domain": domain, "concurrency": concurrency, "ratio": ratio}
-            per_step = drafted.num_drafted / max(drafted.num_steps, 1)
-            cells.append(cell | {"tokens_per_s": medians, "drafted_per_step": per_step})
-            say(f"{domain}, {concurrency} at once: adaptive / best fixed {cell['ratio']:.3f}")
-    return {"cells": cells, "smallest_ratio": min(cell["ratio"] for cell in cells)}
+    cells = [_Cell(domain, num, arms) for domain in dict.fromkeys(one.domain for one in prompts) for num in concurrencies]
+    for number in range(rounds):
+        for cell in cells:
+            texts = [prompt.token_ids for prompt in prompts if prompt.domain == cell.domain]
+            chosen = [texts[index % len(texts)] for index in range(max(least_requests, 2 * cell.concurrency))]
+            for name in turns(list(arms), number):
+                served, fields = arms[name]
+                cell.note(name, served.run(chosen, cell.concurrency, max_tokens, **fields))
+            say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: adaptive / best fixed {cell.ratio:.3f}")
+    return {"cells": [cell.row() for cell in cells], "smallest_ratio": min(cell.ratio for cell in cells)}
+
+
+class _Cell:
+    """What was measured of one domain with so many requests at once, round by round."""
+
+    def __init__(self, domain: str, concurrency: int, arms: Iterable[str]) -> None:
+        self.domain, self.concurrency = domain, concurrency
+        self._rates: dict[str, list[float]] = {name: [] for name in arms}
+        self._drafted = SpeculationStats()  # adaptively
+
+    def note(self, arm: str, answers: Sequence[Answer]) -> None:
+        self._rates[arm].append(_throughput(answers))
+        for answer in answers if arm == ADAPTIVE else ():
+            self._drafted.add(answer.stats)
+
+    @property
+    def ratio(self) -> float:
+        return _against_best(self._rates[ADAPTIVE], [rates for name, rates in self._rates.items() if name != ADAPTIVE])
+
+    def row(self) -> Row:
+        return {
+            "domain": self.domain,
+            "concurrency": self.concurrency,
+            "ratio": self.ratio,
+            "tokens_per_s": {name: median(rates) for name, rates in self._rates.items()},
+            "rounds": self._rates,
+            "drafted_per_step": self._drafted.num_drafted / max(self._drafted.num_steps, 1),
+        }
 
 
 def _against_best(mine: Sequence[float], others: Sequence[Sequence[float]]) -> float:

@@ -170,16 +170,15 @@ class SpeculationStats:
         self.accepted_per_position = _sums(self.accepted_per_position, other.accepted_per_position)
 
     def record(self, num_drafted: int, num_accepted: int, depth: int | None = None, num_steps: int = 1) -> None:
-        """Count one verification step, or several without a draft. depth: of a drafted tree; None: a chain's, which is
-        num_drafted."""
+        """Count verification steps, so many alike. depth: of a drafted tree; None: a chain's, which is num_drafted."""
         self.num_steps += num_steps
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        self.num_drafted += num_drafted * num_steps
+        self.num_accepted += num_accepted * num_steps
         depth = num_drafted if depth is None else depth
         for counts, upto in ((self.drafted_per_position, depth), (self.accepted_per_position, num_accepted)):
             counts.extend([0] * (upto - len(counts)))
             for k in range(upto):
-                counts[k] += 1
+                counts[k] += num_steps
 
 
 def _sums(one: list[int], other: list[int]) -> list[int]:

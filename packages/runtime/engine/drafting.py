@@ -18,7 +18,7 @@ from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.sessions.session import DraftState, Session
-from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask, Pacer
+from runtime.speculation.depth import Ask, Pacer
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +153,13 @@ class Drafting:
 def ask_for(work: Work, most: int = MAX_NODES) -> Ask:
     """How the pacer is asked for the shape of its draft, which has `most` levels anyway."""
     assert work.drafter is not None
-    request = work.request
+    request, version = work.request, work.drafter.version
     asked = request.params.max_draft_tokens
     limit = min(request.num_remaining, most) if asked is None else min(asked, request.num_remaining, most)
-    kind = GREEDY if request.params.is_greedy else SAMPLED if request.draft_temperature else SEEDED
-    return Ask(work.drafter.version, limit, kind)
+    ask = request.ask
+    if ask is None or ask.limit != limit or ask.version != version:
+        ask = request.ask = Ask(version, limit, request.draft_kind)
+    return ask
 
 
 def clip(draft: Draft, depth: int, vocab_size: int, max_nodes: int = MAX_NODES) -> Draft:

@@ -36,7 +36,7 @@ from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdict
 from runtime.speculation.costs import StepCosts
-from runtime.speculation.depth import PLAIN, Pacer, Shape
+from runtime.speculation.depth import PLAIN, Group, Pacer, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
@@ -162,7 +162,7 @@ class FusedSteps:
 
     def _picks(self, request: Request) -> bool:
         """Whether the device alone can say what comes next, and draft for it."""
-        if request.params.logprobs or not request.processor.is_plain:
+        if not request.is_bare:
             return False
         drafter = self._drafter_for(request)
         return drafter is None or (drafter is self._drafting.active and (drafter is not self._loaded or self._can_draft))
@@ -203,7 +203,7 @@ class FusedSteps:
             self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
         self._pacer.refresh()
         for part in landed:
-            self._record_cost(part.flight, part.seconds)
+            self._record(part)
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _take_off_ahead(self, works: Sequence[Work]) -> None:
@@ -321,16 +321,22 @@ class FusedSteps:
 
     # --- what the pacer learns ---
 
-    def record(self, outcome: Outcome) -> None:
-        """What became of a draft: the nodes that were accepted."""
-        work = outcome.work
-        if work.ask is not None and work.shape.depth:
-            self._pacer.record_chain(work.ask, work.shape.depth, outcome.verdict.num_accepted)
-
-    def _record_cost(self, flight: _Flight, seconds: float) -> None:
-        if self._costs and flight.is_typical:
+    def _record(self, landed: _Landed) -> None:
+        """What a step took, and what became of its drafts."""
+        flight = landed.flight
+        if not self._costs:
+            return
+        if flight.is_typical:
             costs = self._costs[_has_sampled(flight.works)]
-            costs.record(len(flight.works), flight.depth, _context(flight.works), seconds / flight.num_steps)
+            costs.record(len(flight.works), flight.depth, _context(flight.works), landed.seconds / flight.num_steps)
+        if not flight.depth:
+            return
+        num_accepted: dict[Group, list[int]] = {}
+        for _, launched, new in landed.works:
+            if launched.ask is not None and launched.drafter is self._loaded:
+                num_accepted.setdefault((launched.ask.version, launched.ask.kind), []).append(len(new) - 1)
+        for group, numbers in num_accepted.items():
+            self._pacer.record_chains(group, flight.depth, numbers)
 
 
 def _cache(work: Work) -> int:

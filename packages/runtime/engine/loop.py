@@ -186,6 +186,8 @@ class EngineLoop:
         The oldest always goes on, so nothing stands still; one that is about to end is let end.
         """
         running = [request for request in self._running.values() if not request.is_unwanted]
+        if self._stepper.surely_has_room(len(running)):
+            return
         while not self._stepper.make_room(sum(map(self._stepper.step_bytes, running)), self._store) and len(running) > 1:
             youngest = next((request for request in running[:0:-1] if not request.is_ending), None)
             if youngest is None:

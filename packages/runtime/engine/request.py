@@ -15,9 +15,11 @@ import torch
 
 from runtime.backends.base import TargetInfo
 from runtime.engine.base import OnEvent
+from runtime.engine.stats import StepTally
 from runtime.models.tokenizer import Tokenizer
-from runtime.sessions.session import Session
+from runtime.sessions.session import Session, State
 from runtime.speculation.accept import Verdict
+from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask
 from runtime.speculation.grammar import GrammarState
 from runtime.speculation.sampling import Processor, Sampled, Uniforms, token_logprobs
 from runtime.speculation.stops import StopMatcher
@@ -27,7 +29,6 @@ from runtime.types import (
     Failed,
     FinishReason,
     SamplingParams,
-    SpeculationStats,
     Started,
     TokenLogprob,
     Tokens,
@@ -58,7 +59,7 @@ class Request:
         self.num_prompt_tokens = len(session.history)
         self.num_cached_tokens = 0  # set when it starts to run
         self.num_emitted = 0
-        self.speculation = SpeculationStats()
+        self.steps = StepTally()
         self.drafter_versions: list[str] = []
         self.is_started = False
         self.finish_reason: FinishReason | None = None
@@ -76,7 +77,10 @@ class Request:
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids) | frozenset(session.options.stop_token_ids)
         self._end_token_ids = self._eos_token_ids | self._stop_token_ids
-        self._is_only_ids = self.processor.is_plain and not params.detokenize and not params.logprobs
+        self.is_bare = self.processor.is_plain and not params.logprobs  # its tokens follow from logits alone, which nobody sees
+        self._is_taken_together = self.is_bare and not params.stop
+        self.draft_kind = GREEDY if params.is_greedy else SAMPLED if self.draft_temperature else SEEDED
+        self.ask: Ask | None = None  # its last one
 
     @property
     def request_id(self) -> str:
@@ -91,8 +95,8 @@ class Request:
 
     @property
     def is_ending(self) -> bool:
-        """No more tokens are to come."""
-        return self.finish_reason is not None or self.is_unwanted
+        """No more tokens are to come. (Asked many times in a step, so it calls nobody.)"""
+        return self.finish_reason is not None or self._is_cancelled or self.session.state is State.CLOSED
 
     @property
     def is_over(self) -> bool:
@@ -129,8 +133,8 @@ class Request:
     def take(self, verdict: Verdict, logits: torch.Tensor, is_prefills: bool = False) -> int:
         """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified.
         is_prefills: it is the one token behind what was just read."""
-        if self._is_only_ids:
-            return self._take_ids(verdict, is_prefills)
+        if self._is_taken_together:
+            return self._take_together(verdict, is_prefills)
         taken: list[int] = []
         text, history, is_plain = "", self.session.history, self.processor.is_plain
         for token_id in verdict.token_ids:
@@ -148,18 +152,23 @@ class Request:
         self.emit(Tokens(tuple(taken), text, logprobs, _drafted(verdict, len(taken)), is_prefills))
         return len(taken)
 
-    def _take_ids(self, verdict: Verdict, is_prefills: bool) -> int:
-        """The same, where no text is made of them and no token changes how the next one is picked."""
-        taken = verdict.token_ids[: self.num_remaining]
+    def _take_together(self, verdict: Verdict, is_prefills: bool) -> int:
+        """The same, where no token changes how the next one is picked and nothing in their text ends the turn."""
+        taken = written = verdict.token_ids[: self.num_remaining]
         if not self._end_token_ids.isdisjoint(taken):
             end = next(place for place, token_id in enumerate(taken) if token_id in self._end_token_ids)
-            taken = taken[: end + 1]
+            written = taken = taken[: end + 1]
             self.finish_reason, self.matched_stop = "stop", taken[end]
+            if taken[end] in self._eos_token_ids or not self.params.include_stop:
+                written = taken[:end]
         elif len(taken) == self.num_remaining:
             self.finish_reason = "length"
         self.session.history += taken
         self.num_emitted += len(taken)
-        self.emit(Tokens(tuple(taken), "", (), _drafted(verdict, len(taken)), is_prefills))
+        text = self._text.push(*written) if self.params.detokenize else ""
+        if self.finish_reason is not None:
+            text += self._finish_text()
+        self.emit(Tokens(tuple(taken), text, (), _drafted(verdict, len(taken)), is_prefills))
         return len(taken)
 
     def ends_within(self, token_ids: Sequence[int]) -> bool:
@@ -222,7 +231,7 @@ class Request:
         assert self.finish_reason is not None
         usage = Usage(self.num_prompt_tokens, self.num_emitted, self.num_cached_tokens)
         versions, length = tuple(self.drafter_versions), len(self.session.history)
-        self.emit(Done(self.finish_reason, self.matched_stop, usage, self.speculation, versions, length))
+        self.emit(Done(self.finish_reason, self.matched_stop, usage, self.steps.stats(), versions, length))
 
     def emit(self, event: Event) -> None:
         """A listener that raises loses its generation, not the engine."""

@@ -28,6 +28,7 @@ from runtime.engine.drafting import Drafting
 from runtime.engine.fused import FusedSteps, Outcome
 from runtime.engine.holdings import Holdings, Readers
 from runtime.engine.request import Request
+from runtime.engine.stats import EngineStatsBuilder
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
 from runtime.features.sampling import labelled
@@ -36,7 +37,7 @@ from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Contradiction, Verdict, verify
 from runtime.speculation.depth import Pacer
-from runtime.types import HistoryTruncated, SpeculationStats, Switch
+from runtime.types import HistoryTruncated, Switch
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,6 @@ class Stepper:
                 return
             num_taken, depth = request.take(verdict, _NO_LOGITS), work.shape.depth
             num_rows = min(num_taken + 1, num_there)  # K/V of the last one taken is there too, unless it is pending
-            fused.record(outcome)
             self._count(work, num_taken, min(num_taken, verdict.num_accepted), depth, depth, 1 if depth else num_taken)
         if num_rows < num_there:
             self._target.truncate(session.cache, session.cached + num_rows)
@@ -296,9 +296,9 @@ class Stepper:
 
     def _count(self, work: Work, num_taken: int, num_accepted: int, num_drafted: int, depth: int, num_steps: int = 1) -> None:
         self._stats.generation_tokens += num_taken
-        work.request.speculation.record(num_drafted, num_accepted, depth, num_steps)
+        work.request.steps.add(num_drafted, num_accepted, depth, num_steps)
         if work.drafter is not None:
-            self._stats.for_version(work.drafter.version).record(num_drafted, num_accepted, depth, num_steps)
+            self._stats.of_version(work.drafter.version).add(num_drafted, num_accepted, depth, num_steps)
 
     def _finish(self, request: Request) -> None:
         """Nothing more is computed for the turn: close its text, offer it to the tap."""
@@ -345,6 +345,10 @@ class Stepper:
         num_rows = min(_num_pending(request), self._prefill_chunk_tokens) + self._speculation.max_draft_nodes
         return self.holdings.growth_bytes(request.session, request.session.cached + num_rows)
 
+    def surely_has_room(self, num_requests: int) -> bool:
+        """Whether a step of so many fits into the budget, whoever they are."""
+        return self.holdings.surely_has_room(num_requests, self._prefill_chunk_tokens + self._speculation.max_draft_nodes)
+
     def awaits_prefix(self, request: Request, reading: Readers) -> bool:
         return self.holdings.awaits_prefix(request.session, reading.like(request.session))
 
@@ -352,36 +356,6 @@ class Stepper:
         held, drafting = self.holdings, self.drafting
         return self._stats.build(
             held.kv_bytes, held.budget_bytes, drafting.active.version, drafting.num_failures, drafting.num_swaps
-        )
-
-
-class EngineStatsBuilder:
-    """Counters of the engine's thread; `build` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_prompt_tokens = 0
-        self.generation_tokens = 0
-        self.num_target_forwards = 0
-        self._by_version: dict[str, SpeculationStats] = {}
-
-    def for_version(self, version: str) -> SpeculationStats:
-        return self._by_version.setdefault(version, SpeculationStats())
-
-    def build(
-        self, kv_bytes: int, kv_budget_bytes: int, drafter_version: str, num_drafter_failures: int, num_swaps: int
-    ) -> EngineStats:
-        return EngineStats(
-            kv_bytes=kv_bytes,
-            kv_budget_bytes=kv_budget_bytes,
-            prompt_tokens=self.prompt_tokens,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            generation_tokens=self.generation_tokens,
-            num_target_forwards=self.num_target_forwards,
-            num_drafter_failures=num_drafter_failures,
-            speculation={version: stats.copy() for version, stats in self._by_version.copy().items()},
-            drafter_version=drafter_version,
-            num_swaps=num_swaps,
         )
 
 

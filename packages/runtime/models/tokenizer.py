@@ -202,7 +202,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes one token at a time; all that it returned, joined, is `Tokenizer.decode` of all the ids.
+    """Decodes token by token; all that it returned, joined, is `Tokenizer.decode` of all the ids.
 
     A token is decoded behind those that gave the last text, since a tokenizer may write it differently at the start of a
     text. Text that ends in U+FFFD is held back: the next token may complete the character.
@@ -215,8 +215,19 @@ class StreamDecoder:
         self._context_text = ""
         self._pending: list[int] = []
 
-    def push(self, token_id: int) -> str:
-        """Take one token; return the text that became certain with it, often none."""
+    def push(self, *token_ids: int) -> str:
+        """Take tokens; return the text that became certain with them, often none."""
+        if len(token_ids) > 1 and not self._pending and all(map(self._is_written, token_ids)):
+            text = self._decode((*self._context, *token_ids))
+            new = text[len(self._context_text) :]
+            if new and _REPLACEMENT not in text:  # all is whole: the last token says how the next is written, or all of them
+                last = token_ids[-1:]
+                self._context = list(token_ids if _REPLACEMENT in self._decode(last) else last)
+                self._context_text = self._decode(tuple(self._context))
+                return new
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         is_written = self._is_written(token_id)
         if is_written is None:
             return ""

@@ -31,11 +31,13 @@ class Average:
         self._latest = guess  # the same with a short memory
         self._jump = jump
 
-    def add(self, observed: float, memory: float = MEMORY) -> None:
-        weight = self._weight + 1
-        self._weight = weight = weight if weight < memory else memory
-        value = self.value + (observed - self.value) / weight
-        latest = self._latest + (observed - self._latest) / (weight if weight < SHORT_MEMORY else SHORT_MEMORY)
+    def add(self, observed: float, memory: float = MEMORY, number: int = 1) -> None:
+        """One observation, or the mean of several."""
+        weight = self._weight + number
+        self._weight = weight = weight if weight < memory else max(memory, number)
+        value = self.value + (observed - self.value) * number / weight
+        short = max(SHORT_MEMORY, number)
+        latest = self._latest + (observed - self._latest) * number / (weight if weight < short else short)
         if -self._jump <= latest - value <= self._jump:
             self.value = value
         else:
@@ -61,17 +63,39 @@ class Acceptance:
 
     def record(self, depth_asked: int, num_nodes: int, num_accepted: int, memory: float = MEMORY) -> None:
         """One verified draft."""
-        levels, size = self._levels, self._sizes.get(depth_asked)
+        self._record_size(depth_asked, num_nodes, memory)
+        for k in range(min(num_accepted + 1, depth_asked)):
+            self._level(k).add(1.0 if k < num_accepted else 0.0, memory)
+        self._drift(depth_asked, memory)
+
+    def record_chains(self, depth: int, num_accepted: Sequence[int], memory: float = MEMORY) -> None:
+        """Many at once, all of this depth."""
+        self._record_size(depth, depth, memory)
+        reached = len(num_accepted)
+        for k in range(depth):
+            accepted = reached - num_accepted.count(k)
+            self._level(k).add(accepted / reached, memory, reached)
+            if not accepted:
+                break
+            reached = accepted
+        self._drift(depth, memory, len(num_accepted))
+
+    def _level(self, k: int) -> Average:
+        if k == len(self._levels):
+            self._levels.append(Average(self._guess(k)))
+        return self._levels[k]
+
+    def _record_size(self, depth_asked: int, num_nodes: int, memory: float) -> None:
+        size = self._sizes.get(depth_asked)
         if size is None:
             size = self._sizes[depth_asked] = Average(num_nodes, jump=math.inf)
         size.add(num_nodes, memory)
-        for k in range(min(num_accepted + 1, depth_asked)):
-            if k == len(levels):
-                levels.append(Average(self._guess(k)))
-            levels[k].add(1.0 if k < num_accepted else 0.0, memory)
-        if depth_asked < len(levels):  # what is not looked at any more drifts back to the guess, and is looked at again
-            unseen = levels[depth_asked]
-            unseen.value += (self._guess(depth_asked) - unseen.value) / memory
+
+    def _drift(self, depth_asked: int, memory: float, number: int = 1) -> None:
+        """What is not looked at any more goes back to the guess, and is looked at again."""
+        if depth_asked < len(self._levels):
+            unseen = self._levels[depth_asked]
+            unseen.value += (self._guess(depth_asked) - unseen.value) * min(number / memory, 1.0)
 
     def gains(self, depth: int) -> list[float]:
         """[k]: tokens that a draft of k levels is expected to add, for k from 0 to depth."""

@@ -16,6 +16,7 @@ from statistics import median
 
 RECENT = 16  # observations that a median is taken of
 TRUSTED = 3  # observations that make one
+LEAST_SHARE = 0.1  # of what a step was measured to take, whatever real ones seem to take
 FRESH_STEPS = 256  # so long what was seen of one depth of whole steps is believed
 
 
@@ -142,7 +143,8 @@ class StepCosts(Costs):
                 more = beyond.at(depth)
             if more is not None:
                 break
-        return max(self._measured(num_sessions, depth) + (more or 0.0), 0.0)
+        measured = self._measured(num_sessions, depth)
+        return max(measured + (more or 0.0), measured * LEAST_SHARE)
 
     def _measured(self, num_sessions: int, depth: int) -> float:
         num = self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]

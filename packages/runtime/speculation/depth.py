@@ -107,7 +107,7 @@ class Pacer:
         return [by_ask[ask] for ask in asks]
 
     def _choice_for(self, limits: Limits, num_sessions: int, context: int) -> _Choice:
-        groups = tuple((group, tuple(sorted(of_one.items()))) for group, of_one in limits.items())
+        groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
         signature = (id(self.costs), num_sessions, groups)
         choice = self._choices.get(signature)
         is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
@@ -279,11 +279,11 @@ class Pacer:
 
     # --- after verification ---
 
-    def record_chain(self, ask: Ask, depth: int, num_accepted: int) -> None:
-        """What became of a chain of which no confidences are known, whole as it was asked for."""
+    def record_chains(self, group: Group, depth: int, num_accepted: Sequence[int]) -> None:
+        """What became of a step's chains of which no confidences are known, whole as they were asked for."""
         if self.is_adaptive:
             memory = MEMORY + MEMORY_PER_SESSION * self._num_sessions
-            self._acceptance_of((ask.version, ask.kind), 1).record(depth, depth, num_accepted, memory)
+            self._acceptance_of(group, 1).record_chains(depth, num_accepted, memory)
 
     def record(self, ask: Ask, shape: Shape, draft: Draft, path: Sequence[int]) -> None:
         """What became of one session's draft: the nodes that were accepted."""

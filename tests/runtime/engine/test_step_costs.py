@@ -12,7 +12,7 @@ import pytest
 
 from runtime.config import SpeculationConfig, TreeShape
 from runtime.speculation.costs import StepCosts
-from runtime.speculation.depth import Ask, Pacer
+from runtime.speculation.depth import GREEDY, Ask, Pacer
 
 # Milliseconds of a plain step and of one with a chain of 5, of SmolLM2-135M on a large card, by number of sessions.
 STEPS = {1: (0.82, 1.04), 2: (0.83, 1.06), 4: (0.86, 1.08), 8: (0.92, 1.35), 16: (0.96, 1.37), 32: (1.03, 1.59), 64: (1.4, 2.08)}
@@ -52,9 +52,9 @@ class Device:
                 took = step_s(size, part_depth) * self._rng.uniform(1, 1.03) + HOST_S * size
                 self._costs.record(size, part_depth, 200, took)
                 tokens, seconds = tokens + size * expected(self.chances, part_depth), seconds + took
-        for ask in asks[:num_drafting]:
-            luck = (level for level, chance in enumerate(self.chances[:depth]) if self._rng.random() >= chance)
-            self._pacer.record_chain(ask, depth, next(luck, depth))
+        if num_drafting:
+            luck = [(level for level in range(depth) if self._rng.random() >= self.chances[level]) for _ in range(num_drafting)]
+            self._pacer.record_chains(("v", GREEDY), depth, [next(levels, depth) for levels in luck])
         return tokens, seconds, depth if num_drafting > num // 2 else 0
 
     def run(self, numbers: Sequence[int]) -> float:

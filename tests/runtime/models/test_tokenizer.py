@@ -55,6 +55,16 @@ def test_streaming_any_ids_of_the_other_family(sentencepiece_tokenizer: Tokenize
 
 
 @relaxed
+@given(parts=st.lists(ANY_IDS, max_size=12))
+@pytest.mark.parametrize("family", ["tiny_tokenizer", "sentencepiece_tokenizer"])
+def test_streaming_many_at_a_time_gives_the_same(request: pytest.FixtureRequest, family: str, parts: list[list[int]]) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(family)
+    decoder = tokenizer.stream()
+    streamed = "".join(decoder.push(*part) for part in parts) + decoder.flush()
+    assert streamed == tokenizer.decode([token_id for part in parts for token_id in part])
+
+
+@relaxed
 @given(text=ANY_TEXT)
 def test_text_comes_back_and_no_character_is_ever_broken(tiny_tokenizer: Tokenizer, text: str) -> None:
     assume("\N{REPLACEMENT CHARACTER}" not in text)

@@ -16,7 +16,7 @@ import pytest
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough, SparseProbs
 from runtime.speculation.acceptance import Acceptance, Confidence
-from runtime.speculation.costs import Costs, bucket
+from runtime.speculation.costs import Costs, StepCosts, bucket
 from runtime.speculation.depth import GREEDY, RECHECK_STEPS, SAMPLED, SEEDED, Ask, Pacer, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -414,6 +414,30 @@ def test_a_level_costs_what_longer_calls_take_more() -> None:
         costs.record_proposal("v", 1, 1, 5, seconds, levels)
     assert costs.level("v", 1, 1) == 0.5, "and a single call of one level says nothing"
     assert costs.level("v", 1, 64) == 0.0
+
+
+def test_whole_steps_never_seem_to_take_no_time() -> None:
+    costs = StepCosts({(1, depth): 1.0 + 0.1 * depth for depth in range(4)})
+    for _ in range(20):
+        costs.record(1, 3, 100, 1e-6)  # a table from a machine that was disturbed
+    for depth in range(4):
+        assert 0.0 < costs.forward(1, 1, 100) + costs.proposal("v", 1, 1, depth, 100) < 0.2
+
+
+def test_chains_counted_together_count_like_each_by_itself() -> None:
+    rng = random.Random(3)
+    one_by_one, together = Acceptance(), Acceptance()
+    for _ in range(300):
+        numbers = [min(sum(1 for _ in iter(lambda: rng.random() < 0.7, False)), 4) for _ in range(8)]
+        for number in numbers:
+            one_by_one.record(4, 4, number, 512)
+        together.record_chains(4, numbers, 512)
+    assert together.gains(4) == pytest.approx(one_by_one.gains(4), rel=0.02)
+    assert together.size(4, 0) == one_by_one.size(4, 0) == 4
+    for _ in range(200):
+        one_by_one.record(1, 1, 1, 512)
+    together.record_chains(1, [1] * 200, 512)
+    assert together.chance(0) == pytest.approx(one_by_one.chance(0), rel=0.1)
 
 
 def test_buckets_are_exact_where_it_matters_and_ascend() -> None:

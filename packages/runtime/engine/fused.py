@@ -8,11 +8,11 @@ never waits for the host: who turns out to have ended meanwhile is left out when
     device   | step 1        | step 2        | step 3        |
     host       launch 2        collect 1, take 1, launch 3     collect 2, take 2, launch 4
 
-Everything else, prompts among it, goes the general way of `step`, and a session may change from one way to the other at any
-step. Stops and length limits cut what was emitted, as there; who ends with a token that has no K/V yet takes part in the next
-step for that alone. With very many sessions and nobody drafting, several steps are
-launched in a row and looked at together: there it is the host that takes the time. Where nobody waits for single tokens
-(`sessions.patient`), prompts are read up to their last token behind the row that is under way, and the next row begins with it.
+Everything else goes the general way of `step`, and a session may change from one way to the other at any step. Prompts are read
+there up to their last token, behind the step that is under way, and the step after it begins with that token. Stops and length
+limits cut what was emitted, as there; who ends with a token that has no K/V yet takes part in the next step for that alone. With
+very many sessions and nobody drafting, several steps are launched in a row and looked at together: there it is the host that
+takes the time.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class FusedSteps:
         self._only_trees = speculation.shape is TreeShape.TREE  # which are drafted the general way
         depth = 0 if self._only_trees else min(speculation.max_draft_tokens, MAX_DEPTH)
         self._decoder = target.new_decoder(depth, sessions.max_batch_sessions)
-        self.is_patient = sessions.patient
+        self._is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
         self._steps: deque[list[_Flight]] = deque()  # under way: of each those that draft and those that do not
@@ -157,8 +157,8 @@ class FusedSteps:
         return work.is_decode and self._has_room(work, 0) and self._picks(work.request)
 
     def picks_first(self, request: Request) -> bool:
-        """Whether the prompt's last token may come here as the pending one, so that the first answer token is picked here too."""
-        return self.is_patient and request.num_remaining > 0 and self._picks(request)
+        """Whether the prompt's last token comes here as the pending one, so that the first answer token is picked here too."""
+        return request.num_remaining > 0 and self._picks(request)
 
     def _picks(self, request: Request) -> bool:
         """Whether the device alone can say what comes next, and draft for it."""
@@ -297,11 +297,11 @@ class FusedSteps:
 
     def _num_in_a_row(self, works: list[Work], num_ahead: Mapping[int, int]) -> int:
         """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
-        if len(works) < MANY_SESSIONS or not (self._is_alone or self.is_patient):
+        if len(works) < MANY_SESSIONS or not (self._is_alone or self._is_patient):
             return 1
         of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
         most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
-        num = min(most, int((PATIENT_SECONDS if self.is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
+        num = min(most, int((PATIENT_SECONDS if self._is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
         num_new = [num_ahead.get(id(work.request), 0) for work in works]
         of_use = max(work.request.num_remaining - more for work, more in zip(works, num_new, strict=True))
         longest = max(len(work.request.session.history) + more for work, more in zip(works, num_new, strict=True))

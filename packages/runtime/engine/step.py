@@ -87,8 +87,8 @@ class Stepper:
         works = self._schedule(batch)
         if self._fused is not None:
             on_device, works = self._fused.split(works)
-            if works and not any(work.gives_tokens for work in works) and self._fused.is_patient:
-                self._step(works)  # behind the step that is under way: the one after it has them already
+            if works and not any(work.gives_tokens for work in works):
+                self._step(works)  # behind the step that is under way, without a wait: the one after it has them already
                 on_device += [work for work in self._just_read(works) if self._fused.takes(work)]
                 works = []
             self._advance(self._fused, on_device)

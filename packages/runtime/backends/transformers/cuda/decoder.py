@@ -23,7 +23,7 @@ from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import send, staged
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, Picks, Step
-from runtime.backends.transformers.cuda.target import CudaTarget, Graphs, bucket
+from runtime.backends.transformers.cuda.target import MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
 
@@ -245,7 +245,8 @@ class FusedDecoder:
     @torch.inference_mode()
     def _warm_up_prompts(self) -> None:
         target = self._target
-        for size in (40, 100, 300):
+        target.warm_up()
+        for size in (40, 100, MAX_GRAPH_ROWS + 1):
             size = min(size, target.info.max_positions - self.max_depth - 2)
             history = [0] * (size + 1)
             cache = target.new_cache()

@@ -70,13 +70,15 @@ class Buffers:
     def __post_init__(self) -> None:
         g, n = self.geometry, self.rows
         make: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        self.q, self.o = (torch.empty(n, g.heads * g.head_dim, **make) for _ in range(2))
+        # Attention writes nothing for rows of nobody. No other row sees them, but they are calculated with.
+        self.o = torch.zeros(n, g.heads * g.head_dim, **make)
+        self.q = torch.empty_like(self.o)
         self.x, self.mid, self.scaled, *self.aux = (torch.empty(n, g.hidden, **make) for _ in range(6))
         self.act, self.hidden = torch.empty(n, g.intermediate, **make), torch.empty(n, 4 * g.hidden, **make)
         self.squares = torch.empty(n * cdiv(g.hidden, 16), dtype=torch.float32, device=self.device)
         split_rows = min(n, MAX_SPLIT_ROWS) * MAX_SPLITS
-        self.parts = torch.empty(split_rows * g.heads * g.head_dim, dtype=torch.float32, device=self.device)
-        self.lse = torch.empty(split_rows * g.heads, dtype=torch.float32, device=self.device)
+        self.parts = torch.zeros(split_rows * g.heads * g.head_dim, dtype=torch.float32, device=self.device)
+        self.lse = torch.zeros(split_rows * g.heads, dtype=torch.float32, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,9 @@ def keep_states(
 class Head:
     """The output head: logits, or only the best token of each row, for which no logits are written."""
 
-    def __init__(self, weight: torch.Tensor, rows: int, ids_of: torch.Tensor | None = None) -> None:
-        """weight [V, H]; ids_of int64 [V]: the tokens that its rows stand for, where they are not all of a vocabulary."""
+    def __init__(self, weight: torch.Tensor, rows: int = 0, ids_of: torch.Tensor | None = None) -> None:
+        """weight [V, H]; rows: that the best tokens are asked of at once, at most; ids_of int64 [V]: the tokens that its rows
+        stand for, where they are not all of a vocabulary."""
         self._weight, self._ids_of = weight, ids_of
         size, device = rows * cdiv(weight.shape[0], 32), weight.device
         self._best = torch.empty(size, dtype=torch.float32, device=device)

@@ -1,13 +1,14 @@
 """`CudaTarget`: a Llama-like decoder over paged K/V, its short forwards under CUDA graphs.
 
-A forward's rows lie sequence by sequence. Where all are short, each sequence is padded to the same number of rows and the
-number of sequences to the next bucket, and the launches are replayed from a graph of that shape; long ones (prompts) are
-launched one by one. Either way it is the same kernels, so a row's result depends on no other row.
+A forward's rows lie sequence by sequence. The numbers of rows and of sequences are padded to the next that there is a graph of,
+and the launches are replayed from it, since it is they that take the time; what is longer still is launched kernel by kernel.
+It is the same kernels, so a row's result depends on no other row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
 
 # Few, so that graphs are few, and close, so that little is padded.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MAX_GRAPH_SEQUENCES = 64
+GRAPH_SEQUENCES = (1, 4, 16, 64)
 MAX_NODES = 64  # of a tree: one bit each
 MAX_GRAPH_ROWS = 512
+# Numbers of sequences and of rows of all of them, however long each is; the smaller ones first.
+GRAPH_SHAPES = [(num, rows) for num in GRAPH_SEQUENCES for rows in BUCKETS if num <= rows <= MAX_GRAPH_ROWS]
 MAX_LONG_SEGMENTS, MAX_LONG_ROWS = 256, 32768  # of prompts at once; fewer segments than the block table has rows
 
 
@@ -80,11 +83,10 @@ class CudaTarget:
         self.device = shape.device
         num_blocks = pool_bytes // PagedPool.page_bytes(shape, info.hidden_size)
         self.pool = PagedPool(shape, info.hidden_size, info.max_positions, num_blocks)
-        self.graphs = Graphs(self.device)
-        self.buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
-        self._head = Head(network.head, MAX_GRAPH_ROWS)
-        self._logits = torch.empty(MAX_GRAPH_ROWS, info.vocab_size, dtype=torch.float32, device=self.device)
-        self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * MAX_GRAPH_SEQUENCES, dtype=torch.int32, device=self.device)
+        self._graphs = Graphs(self.device)
+        self._buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
+        self._head = Head(network.head)
+        self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * max(GRAPH_SEQUENCES), dtype=torch.int32, device=self.device)
 
     @property
     def info(self) -> TargetInfo:
@@ -114,52 +116,41 @@ class CudaTarget:
         sizes = [len(segment.token_ids) for segment in segments]
         self.pool.reserve(tables, sizes)
         is_tree = any(segment.parents is not None for segment in segments)
-        shape = graph_shape(len(segments), max(sizes))
-        if shape is None:
-            outputs = self._forward_long(segments, tables, sizes, is_tree)
-        else:
-            outputs = self._forward_short(segments, tables, sizes, is_tree, *shape)
-        for table, segment, size in zip(tables, segments, sizes, strict=True):
-            table.parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)
-        return outputs
-
-    def _forward_short(
-        self, segments: Sequence[Segment], tables: list[Table], sizes: list[int], is_tree: bool, num: int, size: int
-    ) -> list[SegmentOutput]:
-        starts = [size * s for s in range(len(segments))]
-        packed = pack(segments, tables, sizes, starts, size * num, num)
-        key = ("forward", num, size, is_tree)
-        rows = unpack(self._inputs, self.pool.device_table, size * num, num, size, is_tree)
-        self._inputs[: len(packed)].copy_(staged(packed, self.device), non_blocking=True)
-
-        def launches() -> None:
-            self.run_layers(rows, self.buffers)
-            self._head.logits(self.buffers.hidden[: rows.num_rows, 3 * self._info.hidden_size :], self._logits)
-
-        self.graphs.run(key, launches)
-        hidden, logits = self._states(self.buffers.hidden[: size * num].clone()), self._logits[: size * num].clone()
-        return [
-            SegmentOutput(logits[start + n - segment.num_logits : start + n], hidden[start : start + n])
-            for segment, start, n in zip(segments, starts, sizes, strict=True)
-        ]
-
-    def _forward_long(
-        self, segments: Sequence[Segment], tables: list[Table], sizes: list[int], is_tree: bool
-    ) -> list[SegmentOutput]:
         ends = np.cumsum(sizes).tolist()
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        packed = send(pack(segments, tables, sizes, starts, ends[-1], len(segments)), self.device)
-        rows = unpack(packed, self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
-        buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
-        self.run_layers(rows, buffers)
-        hidden = self._states(buffers.hidden)
+        if (shape := graph_shape(len(segments), ends[-1])) is not None:
+            num, num_rows = shape
+            packed = staged(pack(segments, tables, sizes, starts, num_rows, num), self.device)
+            self._inputs[: len(packed)].copy_(packed, non_blocking=True)
+            self._replay(num, num_rows, is_tree)
+            hidden = self._states(self._buffers.hidden[: ends[-1]].clone())
+        else:
+            packed = send(pack(segments, tables, sizes, starts, ends[-1], len(segments)), self.device)
+            rows = unpack(packed, self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
+            buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
+            self.run_layers(rows, buffers)
+            hidden = self._states(buffers.hidden)
+        for table, segment, size in zip(tables, segments, sizes, strict=True):
+            table.parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)
         wanted = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.num_logits, end)]
         logits = torch.empty(len(wanted), self._info.vocab_size, dtype=torch.float32, device=self.device)
         if wanted:
-            head = Head(self.network.head, len(wanted))
-            head.logits(hidden.last[send(np.array(wanted), self.device)], logits)
+            last = hidden.last if len(wanted) == ends[-1] else hidden.last[send(np.array(wanted), self.device)]
+            self._head.logits(last, logits)
         by_segment = torch.split(logits, [segment.num_logits for segment in segments])
         return [SegmentOutput(part, hidden[start:end]) for part, start, end in zip(by_segment, starts, ends, strict=True)]
+
+    def _replay(self, num: int, num_rows: int, is_tree: bool) -> None:
+        """All layers, of what lies in the inputs: any of the sequences may have all of the rows."""
+        rows = unpack(self._inputs, self.pool.device_table, num_rows, num, num_rows, is_tree)
+        self._graphs.run((num, num_rows, is_tree), partial(self.run_layers, rows, self._buffers))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture all forwards without trees that have a graph, of nobody's rows."""
+        self._inputs.zero_()
+        for num, num_rows in GRAPH_SHAPES:
+            self._replay(num, num_rows, is_tree=False)
 
     def run_layers(self, rows: Rows, buffers: Buffers) -> None:
         """All layers; the states of the rows come to lie in `buffers.hidden` and in the pool."""
@@ -244,10 +235,9 @@ def bucket(n: int) -> int:
     return next((size for size in BUCKETS if size >= n), n)
 
 
-def graph_shape(num_sequences: int, size: int) -> tuple[int, int] | None:
-    """Sequences and rows of each that a graph is made for; None: too many for one."""
-    num, rows = bucket(num_sequences), bucket(size)
-    return (num, rows) if num <= MAX_GRAPH_SEQUENCES and num * rows <= MAX_GRAPH_ROWS and rows <= MAX_NODES else None
+def graph_shape(num_sequences: int, num_rows: int) -> tuple[int, int] | None:
+    """The smallest that holds these; None: they are too many."""
+    return next((shape for shape in GRAPH_SHAPES if shape[0] >= num_sequences and shape[1] >= num_rows), None)
 
 
 def _parts(segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:

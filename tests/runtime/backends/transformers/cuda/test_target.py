@@ -169,12 +169,12 @@ def test_saved_keys_come_back_and_every_block_is_counted(device: torch.device):
 
 
 def test_padded_rows_reach_nobody(device: torch.device):
-    """Three sequences take a graph of three; what earlier forwards left in the buffers, even NaN, must not matter."""
+    """Sequences take a graph of more; what earlier forwards left in the buffers, even NaN, must not matter."""
     model = make_model("llama", device)
     logits = model(torch.tensor([TEXT], device=device)).logits[0]
     target = make_target(model, device)
     caches = [target.new_cache() for _ in range(5)]
-    for buffer in (target.buffers.x, target.buffers.q, target.buffers.o, target.buffers.act, target.buffers.hidden):
+    for buffer in (target._buffers.x, target._buffers.q, target._buffers.o, target._buffers.act, target._buffers.hidden):
         buffer.fill_(float("nan"))
     target.pool.states[:16] = float("nan")
     for keys, values in zip(target.pool.keys, target.pool.values, strict=True):

@@ -5,14 +5,17 @@
 #   make train    the trainer alone; ARGS="state_dir=DIR"                       make proto   regenerate the gRPC stubs
 #   make agreement   loss and drafts against speculators and SpecForge          make clean   remove what these commands made
 #
-# PYTHON=python3.12 picks the interpreter. TORCH_INDEX=URL adds a package index for torch: on Linux x86-64 give that of the
-# CPU builds, as the default one carries CUDA builds there, which work but are large.
+# PYTHON=python3.12 picks the interpreter. WORKERS is the number of processes that share the tests: one for each core, at most
+# four, if it is not given; with 0 the tests run one after the other, as plain pytest does it. TORCH_INDEX=URL adds a package
+# index for torch: on Linux x86-64 give that of the CPU builds, as the default one carries CUDA builds there, which work but are
+# large.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OTHERS := build/others
+WORKERS ?= auto
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE# idle threads sleep: several processes share the cores
 
@@ -39,7 +42,7 @@ train: $(INSTALLED)
 	$(BIN)/python -m training $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

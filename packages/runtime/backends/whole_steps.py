@@ -6,7 +6,7 @@ The engine's side of it is `engine.fused`; the one target that can is the CUDA b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from runtime.backends.base import Target
 from runtime.eagle3.model import Eagle3Model
@@ -21,6 +21,13 @@ class KeepsStates(Protocol):
     def states_of(self, cache: int, first: int, end: int) -> HiddenStates:
         """A copy of those of committed positions first .. end-1, which must not be dropped."""
         ...
+
+
+class Emitted(NamedTuple):
+    """What a step brought, or several in a row, sequence by sequence."""
+
+    tokens: list[list[int]]  # the last of each is pending; -1: no finite logits
+    sizes: list[list[int]] | None = None  # how many came with each step; None: one step, or one token with each
 
 
 class Decoder(Protocol):
@@ -57,15 +64,14 @@ class Decoder(Protocol):
         depth: int,
         num_steps: int = 1,
     ) -> bool:
-        """Begin a step, or several plain ones. Histories include the pending token, `sampled` says where sampled requests stand;
+        """Begin a step, or several in a row. Histories include the pending token, `sampled` says where sampled requests stand;
         those of caches that can continue are not looked at. Up to four may be under way, which are collected in their order.
         False: something had to be made ready first, so this step says nothing of what others take."""
         ...
 
-    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
-        """End the first of those under way: new tokens of each, the last of them pending (-1: no finite logits). What is no
-        longer wanted changes nothing, and where it goes on in others under way, none come for it there. States of the rows are
-        the target's to tell."""
+    def collect(self, still_wanted: Sequence[bool]) -> Emitted:
+        """End the first of those under way. What is no longer wanted changes nothing, and where it goes on in others under way,
+        none come for it there. States of the rows are the target's to tell."""
         ...
 
     def leave(self, cache: int) -> None:

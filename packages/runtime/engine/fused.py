@@ -11,8 +11,7 @@ never waits for the host: who turns out to have ended meanwhile is left out when
 Everything else goes the general way of `step`, and a session may change from one way to the other at any step. Prompts are read
 there up to their last token, behind the step that is under way, and the step after it begins with that token. Stops and length
 limits cut what was emitted, as there; who ends with a token that has no K/V yet takes part in the next step for that alone. With
-very many sessions and nobody drafting, several steps are launched in a row and looked at together: there it is the host that
-takes the time.
+many sessions, several steps are launched in a row and looked at together: there it is the host that takes the time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
-from runtime.speculation.accept import Verdict
+from runtime.speculation.accept import Verdicts
 from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import PLAIN, Group, Pacer, Shape
 
@@ -43,13 +42,15 @@ MANY_SESSIONS = 48  # from so many on plain steps come in a row,
 ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or for so long where nobody minds
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
+MANY_DRAFTING = 24  # from so many on steps with drafts do too,
+DRAFTED_STEPS = 2  # so many: who ends in between has taken the place of somebody else
 
 
 class Outcome(NamedTuple):
     """What a step, or several, emitted for one session; as many rows are committed."""
 
     work: Work
-    verdict: Verdict
+    verdict: Verdicts
 
 
 @dataclass(frozen=True)
@@ -66,24 +67,24 @@ class _Flight:
 
     @property
     def most_tokens(self) -> int:
-        return max(self.depth + 1, self.num_steps)
+        return (self.depth + 1) * self.num_steps
 
 
 @dataclass(frozen=True)
 class _Landed:
     """What a step brought: works as they are now and as they were launched, and their new tokens."""
 
-    works: list[tuple[Work, Work, list[int]]]
+    works: list[tuple[Work, Work, Verdicts]]
     flight: _Flight
     seconds: float  # that it took
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
-        for work, launched, new in self.works:
+        for work, launched, verdict in self.works:
             work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
             if work.drafter is not None and work.shape.depth:
                 work.request.note_drafter(work.drafter.version)
-            outcomes.append(Outcome(work, Verdict(new, list(range(len(new) - 1)) if self.flight.depth else [])))
+            outcomes.append(Outcome(work, verdict))
         return outcomes
 
 
@@ -200,7 +201,7 @@ class FusedSteps:
             if not any(part.works for part in landed) and self._can_draft_all(live):
                 parts = self._parts(live)
                 landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
-            self._take_off(live, {id(work.request): new for part in landed for work, _, new in part.works})
+            self._take_off(live, {id(work.request): new.token_ids for part in landed for work, _, new in part.works})
         self._pacer.refresh()
         for part in landed:
             self._record(part)
@@ -289,23 +290,27 @@ class FusedSteps:
         caches = [_cache(work) for work in works]
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
-        num_steps = 1 if depth else self._num_in_a_row(works, num_ahead)
+        num_steps = self._num_in_a_row(works, depth, num_ahead)
         is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
         self.num_steps += num_steps
         return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 
-    def _num_in_a_row(self, works: list[Work], num_ahead: Mapping[int, int]) -> int:
-        """Plain steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
-        if len(works) < MANY_SESSIONS or not (self._is_alone or self._is_patient):
+    def _num_in_a_row(self, works: list[Work], depth: int, num_ahead: Mapping[int, int]) -> int:
+        """Steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
+        many, most = (MANY_DRAFTING, DRAFTED_STEPS) if depth else (MANY_SESSIONS, PACED_STEPS)
+        if len(works) < many or not (self._is_alone or self._is_patient):
             return 1
-        of_one = min((seconds for (num, depth), seconds in self._seconds.items() if not depth and num >= len(works)), default=0.0)
-        most = PACED_STEPS if any(work.ask is not None for work in works) else self._decoder.max_steps
+        if all(work.ask is None for work in works):
+            most = self._decoder.max_steps
+        of_one = min(
+            (seconds for (num, deep), seconds in self._seconds.items() if deep == depth and num >= len(works)), default=0.0
+        )
         num = min(most, int((PATIENT_SECONDS if self._is_patient else ROW_SECONDS) / max(of_one, 1e-6)))
         num_new = [num_ahead.get(id(work.request), 0) for work in works]
         of_use = max(work.request.num_remaining - more for work, more in zip(works, num_new, strict=True))
         longest = max(len(work.request.session.history) + more for work, more in zip(works, num_new, strict=True))
-        return max(min(num, of_use, self._info.max_positions - longest), 1)
+        return max(min(num, of_use, (self._info.max_positions - longest) // (depth + 1)), 1)
 
     def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:
         """The end of a step, for those of these that are in it, with the cache that they had when it began."""
@@ -314,10 +319,14 @@ class FusedSteps:
         for launched, cache in zip(flight.works, flight.caches, strict=True):
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
-        tokens = self._decoder.collect([work is not None for work in mine])
+        emitted = self._decoder.collect([work is not None for work in mine])
         began, self._landed_at = max(flight.began, self._landed_at), time.perf_counter()
-        rows = zip(mine, flight.works, tokens, strict=True)
-        return _Landed([(work, launched, new) for work, launched, new in rows if work and new], flight, self._landed_at - began)
+        landed: list[tuple[Work, Work, Verdicts]] = []
+        for index, (work, launched, new) in enumerate(zip(mine, flight.works, emitted.tokens, strict=True)):
+            if work is not None and new:
+                sizes = (1,) * len(new) if not flight.depth else emitted.sizes[index] if emitted.sizes else (len(new),)
+                landed.append((work, launched, Verdicts(new, sizes)))
+        return _Landed(landed, flight, self._landed_at - began)
 
     # --- what the pacer learns ---
 
@@ -332,9 +341,10 @@ class FusedSteps:
         if not flight.depth:
             return
         num_accepted: dict[Group, list[int]] = {}
-        for _, launched, new in landed.works:
+        for _, launched, verdict in landed.works:
             if launched.ask is not None and launched.drafter is self._loaded:
-                num_accepted.setdefault((launched.ask.version, launched.ask.kind), []).append(len(new) - 1)
+                numbers = num_accepted.setdefault((launched.ask.version, launched.ask.kind), [])
+                numbers.extend(size - 1 for size in verdict.sizes)
         for group, numbers in num_accepted.items():
             self._pacer.record_chains(group, flight.depth, numbers)
 

@@ -18,7 +18,7 @@ from runtime.engine.base import OnEvent
 from runtime.engine.stats import StepTally
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session, State
-from runtime.speculation.accept import Verdict
+from runtime.speculation.accept import Verdict, Verdicts
 from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask
 from runtime.speculation.grammar import GrammarState
 from runtime.speculation.sampling import Processor, Sampled, Uniforms, token_logprobs
@@ -81,6 +81,7 @@ class Request:
         self._is_taken_together = self.is_bare and not params.stop
         self.draft_kind = GREEDY if params.is_greedy else SAMPLED if self.draft_temperature else SEEDED
         self.ask: Ask | None = None  # its last one
+        self.waits_since = 0  # turn in which it came to read its prompt, or the one after that in which it read some of it
 
     @property
     def request_id(self) -> str:
@@ -130,7 +131,7 @@ class Request:
         length = len(self.session.history)
         self.emit(Started(self._request_id, self.session.id, drafter_version, target_fingerprint, length))
 
-    def take(self, verdict: Verdict, logits: torch.Tensor, is_prefills: bool = False) -> int:
+    def take(self, verdict: Verdict | Verdicts, logits: torch.Tensor, is_prefills: bool = False) -> int:
         """Take verified tokens until one ends the turn; returns how many became history. logits [n+1, V], as verified.
         is_prefills: it is the one token behind what was just read."""
         if self._is_taken_together:
@@ -148,11 +149,11 @@ class Request:
                 break
         if self.finish_reason is not None:
             text += self._finish_text()
-        logprobs = self._logprobs(logits, verdict, taken)
+        logprobs = self._logprobs(logits, verdict.path, taken) if isinstance(verdict, Verdict) else ()
         self.emit(Tokens(tuple(taken), text, logprobs, _drafted(verdict, len(taken)), is_prefills))
         return len(taken)
 
-    def _take_together(self, verdict: Verdict, is_prefills: bool) -> int:
+    def _take_together(self, verdict: Verdict | Verdicts, is_prefills: bool) -> int:
         """The same, where no token changes how the next one is picked and nothing in their text ends the turn."""
         taken = written = verdict.token_ids[: self.num_remaining]
         if not self._end_token_ids.isdisjoint(taken):
@@ -202,10 +203,10 @@ class Request:
             return text
         return text + self._stops.flush()
 
-    def _logprobs(self, logits: torch.Tensor, verdict: Verdict, taken: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, logits: torch.Tensor, path: Sequence[int], taken: Sequence[int]) -> tuple[TokenLogprob, ...]:
         if not self.params.logprobs:
             return ()
-        rows = [0, *(node + 1 for node in verdict.path)][: len(taken)]  # token k follows node k - 1 of the path
+        rows = [0, *(node + 1 for node in path)][: len(taken)]  # token k follows node k - 1 of the path
         return tuple(token_logprobs(logits[rows], taken, self.params.top_logprobs))
 
     def note_drafter(self, version: str) -> None:
@@ -242,6 +243,8 @@ class Request:
             self.cancel()
 
 
-def _drafted(verdict: Verdict, num_taken: int) -> tuple[bool, ...]:
-    num_drafted = min(verdict.num_accepted, num_taken)
-    return (True,) * num_drafted + (False,) * (num_taken - num_drafted)
+def _drafted(verdict: Verdict | Verdicts, num_taken: int) -> tuple[bool, ...]:
+    """Of each token, whether it was drafted: all but the last one of each verification."""
+    if len(verdict.sizes) == 1:
+        return (True,) * min(verdict.num_accepted, num_taken) + (False,) * (num_taken - verdict.num_accepted)
+    return tuple(place < size - 1 for size in verdict.sizes for place in range(size))[:num_taken]

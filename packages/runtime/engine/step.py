@@ -41,7 +41,7 @@ from runtime.types import HistoryTruncated, Switch
 
 log = logging.getLogger(__name__)
 
-MIN_PREFILL_TOKENS = 16  # a prefilling session's least share of a step
+LEAST_CHUNK_TOKENS = 64  # of a prompt in one forward: where many wait, they take turns rather than crumbs
 _NO_LOGITS = torch.empty(0)
 
 
@@ -62,6 +62,7 @@ class Stepper:
         self._info = target.info
         self._speculation = speculation
         self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
+        self._num_turns = 0
         self._tap = tap
         self._stats = EngineStatsBuilder()
         self._fused: FusedSteps | None = None
@@ -119,9 +120,25 @@ class Stepper:
 
     def _schedule(self, batch: Sequence[Request]) -> list[Work]:
         live = [request for request in batch if not self._end(request) and self._enter(request)]
-        num_prefilling = sum(_num_pending(request) > 1 for request in live)
-        share = max(MIN_PREFILL_TOKENS, self._prefill_chunk_tokens // max(num_prefilling, 1))
-        return [self._plan(request, share) for request in live]
+        shares = self._read_in_turn([request for request in live if _num_pending(request) > 1])
+        return [self._plan(request, share) for request in live if (share := shares.get(id(request), 1))]
+
+    def _read_in_turn(self, prefilling: Sequence[Request]) -> dict[int, int]:
+        """By request's id: tokens of its prompt to read in this step, which may be none. Who waited longest comes first."""
+        self._num_turns += 1
+        left, shares = self._prefill_chunk_tokens, {}
+        share = max(LEAST_CHUNK_TOKENS, left // max(len(prefilling), 1))
+        for request in prefilling:
+            request.waits_since = request.waits_since or self._num_turns
+        for request in sorted(prefilling, key=lambda request: request.waits_since):
+            wanted = min(_num_pending(request), share, self._prefill_chunk_tokens)
+            shares[id(request)] = wanted if wanted <= left else 0
+            if wanted > left:
+                left = 0  # nobody overtakes
+                continue
+            left -= wanted
+            request.waits_since = self._num_turns + 1
+        return shares
 
     def _end(self, request: Request) -> bool:
         """Whether the turn ends here: nothing more is wanted of it, and K/V covers the history or is not worth a forward."""
@@ -286,13 +303,23 @@ class Stepper:
                 return
             num_taken, depth = request.take(verdict, _NO_LOGITS), work.shape.depth
             num_rows = min(num_taken + 1, num_there)  # K/V of the last one taken is there too, unless it is pending
-            self._count(work, num_taken, min(num_taken, verdict.num_accepted), depth, depth, 1 if depth else num_taken)
+            if depth:
+                self._count_row(work, num_taken, verdict.sizes, depth)
+            else:
+                self._count(work, num_taken, 0, 0, 0, num_taken)
         if num_rows < num_there:
             self._target.truncate(session.cache, session.cached + num_rows)
         self.holdings.keep(session, num_rows, None)
         self._tell_dropped(request)
         if request.is_ending:
             self._end(request)
+
+    def _count_row(self, work: Work, num_taken: int, sizes: Sequence[int], depth: int) -> None:
+        """Of the steps in a row those of which something was taken."""
+        for size in sizes:
+            if num_taken > 0:
+                self._count(work, min(size, num_taken), min(size - 1, num_taken), depth, depth)
+            num_taken -= size
 
     def _count(self, work: Work, num_taken: int, num_accepted: int, num_drafted: int, depth: int, num_steps: int = 1) -> None:
         self._stats.generation_tokens += num_taken

@@ -39,6 +39,23 @@ class Verdict:
     def num_accepted(self) -> int:
         return len(self.path)
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How many tokens came with each verification."""
+        return (len(self.token_ids),)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The same of several in a row, that nobody looked at in between."""
+
+    token_ids: list[int]
+    sizes: Sequence[int]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.token_ids) - len(self.sizes)
+
 
 class Contradiction(ValueError):
     """A node has no mass in its own distribution. Those before it are judged alike without it."""

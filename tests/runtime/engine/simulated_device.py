@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.backends.base import Segment, SegmentOutput, Target
+from runtime.backends.whole_steps import Emitted
 from runtime.drafters.base import Draft
 from runtime.eagle3 import Eagle3Model
 from runtime.hidden_states import HiddenStates
@@ -23,6 +24,7 @@ class _Step:
     caches: list[int]
     known: list[list[int]]  # histories as they were known, the same lists while they are
     tokens: list[list[int]]
+    sizes: list[list[int]]  # of each step
     depth: int
 
 
@@ -123,10 +125,9 @@ class SlowDecoder:
         assert len(self.steps) < 4
         self.num_ahead += bool(self.steps)
         assert len(caches) <= self.max_sequences
-        assert num_steps == 1 or not depth
         self.depths.append(depth)
         self.rows_of_steps.append(num_steps)
-        steps = []
+        steps, sizes = [], []
         for cache, history, one in zip(caches, histories, sampled, strict=True):
             if cache not in self.pending:
                 self.pending[cache] = list(history)
@@ -139,10 +140,13 @@ class SlowDecoder:
             assert not self._under_way(cache) or self.can_continue(cache, depth)
             ahead = [token for step in self._under_way(cache) for token in step.tokens[step.caches.index(cache)]]
             tokens: list[int] = []
+            sizes.append([])
             for _ in range(num_steps):
-                tokens += self._one(cache, known, ahead + tokens, depth)
+                new = self._one(cache, known, ahead + tokens, depth)
+                tokens += new
+                sizes[-1].append(len(new))
             steps.append(tokens)
-        self.steps.append(_Step(list(caches), [self.pending[cache] for cache in caches], steps, depth))
+        self.steps.append(_Step(list(caches), [self.pending[cache] for cache in caches], steps, sizes, depth))
         return True
 
     def _one(self, cache: int, history: list[int], more: list[int], depth: int) -> list[int]:
@@ -159,7 +163,7 @@ class SlowDecoder:
         processor = Processor(params, history, self.target.info.vocab_size)
         return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
 
-    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
+    def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         step = self.steps.pop(0)
         for index, (cache, known, is_wanted) in enumerate(zip(step.caches, step.known, still_wanted, strict=True)):
             tokens, history = step.tokens[index], self.pending.get(cache)
@@ -175,7 +179,7 @@ class SlowDecoder:
             history += tokens
             if one := self.sampled.get(cache):
                 self.sampled[cache] = replace(one, place=one.place + len(tokens))
-        return step.tokens
+        return Emitted(step.tokens, step.sizes if step.depth and len(step.sizes[0]) > 1 else None)
 
 
 def make_fusing(target: Target) -> list[SlowDecoder]:

@@ -81,7 +81,16 @@ def prompt_of(seed: int, size: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=size)
 
 
+@pytest.fixture(params=[False, True], ids=["single", "in-a-row"])
+def in_a_row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether two sessions are many: then their steps with drafts come in a row."""
+    if request.param:
+        monkeypatch.setattr("runtime.engine.fused.MANY_DRAFTING", 2)
+    return request.param
+
+
 @pytest.mark.parametrize("mode", SpeculationMode)
+@pytest.mark.usefixtures("in_a_row")
 def test_every_token_is_the_models_own(mode, make_engine: MakeEngine, gaps):
     engine = make_engine(mode)
     prompts = [prompt_of(seed, 5 + 11 * seed) for seed in range(9)]
@@ -150,6 +159,7 @@ def test_general_and_fused_sessions_share_a_batch(make_engine: MakeEngine, gaps)
     assert len(listeners[1].logprobs) == 40
 
 
+@pytest.mark.usefixtures("in_a_row")
 def test_a_seed_says_the_same_alone_in_a_batch_and_the_general_way(make_engine: MakeEngine):
     """In float32 the shapes of forwards move a distribution by less than any of these draws is from its edge."""
     engine = make_engine()
@@ -170,6 +180,7 @@ def test_a_seed_says_the_same_alone_in_a_batch_and_the_general_way(make_engine: 
         assert one.token_ids == two.token_ids == three.token_ids
 
 
+@pytest.mark.usefixtures("in_a_row")
 def test_unseeded_drafts_are_accepted_and_differ(make_engine: MakeEngine):
     engine = make_engine()
     params = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True)

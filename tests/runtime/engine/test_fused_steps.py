@@ -37,6 +37,10 @@ class Fused:
     engine: LocalEngine
     decoder: SlowDecoder
 
+    @property
+    def target(self) -> Target:
+        return cast(Target, self.decoder.target)
+
     def begin(
         self,
         prompt: list[int],
@@ -106,6 +110,30 @@ def test_the_last_tokens_of_turns_need_no_forward_of_their_own(fused: Fused, ora
     assert num_general <= len(prompts) + 2
     for session in fused.engine._store:
         assert session.cached == len(session.history)
+
+
+def test_steps_with_drafts_come_in_a_row_where_sessions_are_many(fused: Fused, oracle: Target, monkeypatch: pytest.MonkeyPatch):
+    """Answers of any length, that ends at a limit, a token or a text, as if each step had been looked at."""
+    monkeypatch.setattr("runtime.engine.fused.MANY_DRAFTING", 2)
+    prompts = [prompt_of(seed, 8) for seed in range(8)]
+    texts = [greedy_reference(oracle, prompt, 30) for prompt in prompts]
+    limits = [replace(GREEDY, max_tokens=30 - 3 * number) for number in range(8)]
+    limits[2] = replace(GREEDY, stop_token_ids=(texts[2][19],))
+    limits[3] = replace(GREEDY, temperature=1.0, seed=5)
+    ends = [limit.max_tokens for limit in limits]
+    ends[2] = texts[2].index(texts[2][19]) + 1
+    listeners = [fused.begin(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    for number, listener in enumerate(listeners):
+        done = listener.wait()
+        assert len(listener.token_ids) == ends[number]
+        assert number == 3 or listener.token_ids == texts[number][: ends[number]]
+        stats = done.speculation
+        assert sum(listener.drafted) == stats.num_accepted == sum(stats.accepted_per_position)
+        assert stats.num_steps >= ends[number] - stats.num_accepted, "each step brings at most one token that was not drafted"
+    rows = zip(fused.decoder.depths, fused.decoder.rows_of_steps, strict=True)
+    assert any(depth and num_steps == 2 for depth, num_steps in rows)
+    fused.begin(prompt_of(9, 4), replace(GREEDY, max_tokens=1)).wait()
+    audit(fused.engine, fused.target)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
@@ -406,7 +434,7 @@ def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
     sessions = SessionsConfig(max_batch_sessions=8, patient=True, prefill_chunk_tokens=64)
     patient = LocalEngine(target, random_eagle3(target), tokenizer, speculation, sessions)
     general = LocalEngine(oracle, NoDrafter(), tokenizer, speculation, SessionsConfig())
-    prompts = [[*prompt_of(seed // 2, 40), *prompt_of(seed, 1 + 3 * seed)] for seed in range(9)]
+    prompts = [[*prompt_of(seed // 2, 40), *prompt_of(seed, 2 + 3 * seed)] for seed in range(9)]
     kinds = [replace(GREEDY, detokenize=False, temperature=seed % 3 / 2, seed=seed) for seed in range(9)]
     answers = []
     for engine in (general, patient):

@@ -1,7 +1,7 @@
 """Whole steps on the device, as the host sees them: who takes part, what they need, and one small tensor to read afterwards.
 
-What a step launches is in `step`; of each number of sequences and each depth it is one CUDA graph. Several plain steps may be
-launched in a row, and their tokens come together: with very many sequences it is the host that is slow. A step may be launched
+What a step launches is in `step`; of each number of sequences and each depth it is one CUDA graph. Several steps may be
+launched in a row, and their tokens come together: with many sequences it is the host that is slow. A step may be launched
 before the one ahead of it was collected, since all that it needs of that one is on the device.
 """
 
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +25,7 @@ from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import send, staged
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, Picks, Step
 from runtime.backends.transformers.cuda.target import MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
+from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
 
@@ -70,7 +72,7 @@ class _Flight:
     @property
     def num_tokens(self) -> int:
         """Of each sequence, at most."""
-        return max(self.depth + 1, self.num_steps)
+        return (self.depth + 1) * self.num_steps
 
 
 class _Slot:
@@ -156,7 +158,7 @@ class FusedDecoder:
         depth: int,
         num_steps: int = 1,
     ) -> bool:
-        """Begin a step of these sequences, or several plain ones in a row; `collect` ends the first that was begun, and at most
+        """Begin a step of these sequences, or several in a row; `collect` ends the first that was begun, and at most
         `MAX_FLIGHTS` may be under way. Who is in one of them already must be able to continue. False: some had to be brought
         up first, or a graph captured.
 
@@ -164,8 +166,7 @@ class FusedDecoder:
         sampled request stands; nobody looks at those of a request that `can_continue`. At most `max_sequences`, chains of at
         most `depth_of` them, and none may come closer than so many tokens to the model's last position.
         """
-        assert num_steps == 1 or not depth, "only plain steps come in a row"
-        pool, num_tokens = self._target.pool, max(depth + 1, num_steps)
+        pool, num_tokens = self._target.pool, (depth + 1) * num_steps
         tables = [pool[cache] for cache in caches]
         sequences = [self._sequence(table) for table in tables]
         needs = [sequence.num_ahead + num_tokens for sequence in sequences]
@@ -192,15 +193,14 @@ class FusedDecoder:
         self._draw_numbers(sequences, num_tokens)  # for the next one too, while the device is busy
         return is_known and not behind
 
-    def collect(self, still_wanted: Sequence[bool]) -> list[list[int]]:
+    def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         """Wait for the first that was launched: new tokens of each sequence, at least one, the last of which is pending.
 
         K/V and states of all new tokens but the last are committed then. -1 stands where no logit was finite. What is no longer
         wanted changes nothing; nor does it in what is launched already, where nothing comes for it.
         """
         flight = self._flights.popleft()
-        depth = flight.depth
-        tokens = self._wait(flight)
+        tokens, sizes = self._wait(flight)
         advance = self._target.pool.advance
         for index, (table, sequence, is_wanted) in enumerate(zip(flight.tables, flight.sequences, still_wanted, strict=True)):
             if sequence.flight is flight:
@@ -213,13 +213,13 @@ class FusedDecoder:
                 self._sequences.pop(table, None)
                 continue
             new = tokens[index]
-            # Of several steps the device's state has the last one's token only: the drafter's rows before it are behind.
-            sequence.primed = sequence.length if depth else sequence.primed
+            # Of several steps the device's state has the last one's tokens only: of plain ones the drafter lacks those before.
+            sequence.fresh = 1 if not flight.depth else sizes[index][-1] if sizes else len(new)
             sequence.length += len(new)
             sequence.place += len(new)
-            sequence.fresh = 1 if flight.num_steps > 1 else len(new)
+            sequence.primed = sequence.length - sequence.fresh if flight.depth else sequence.primed
             advance(table, len(new), keep_tail=True)
-        return tokens
+        return Emitted(tokens, sizes)
 
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         """Capture all greedy steps of up to so many sequences, that none has to wait for it; seconds of each by number and depth.
@@ -333,14 +333,18 @@ class FusedDecoder:
         flight.slot.mark()
         return is_known
 
-    def _wait(self, flight: _Flight) -> list[list[int]]:
+    def _wait(self, flight: _Flight) -> Emitted:
         """What was emitted, row by row."""
         flight.slot.wait()
-        num, result, num_rows = flight.num, flight.slot.result, len(flight.tables)
-        if flight.num_steps > 1:  # one token each
-            return result[: flight.num_steps, : 2 * num].view(flight.num_steps, num, 2)[:, :num_rows, 1].t().tolist()
-        rows = result[0, : num * (flight.depth + 2)].view(num, flight.depth + 2)[:num_rows].tolist()
-        return [row[1 : 1 + row[0]] for row in rows]
+        num, num_steps, width, num_rows = flight.num, flight.num_steps, flight.depth + 2, len(flight.tables)
+        result = flight.slot.result[:num_steps, : num * width].view(num_steps, num, width)[:, :num_rows]
+        if not flight.depth:  # one token each
+            return Emitted(result[:, :, 1].t().tolist())
+        by_step = [[row[1 : 1 + row[0]] for row in rows] for rows in result.tolist()]
+        if num_steps == 1:
+            return Emitted(by_step[0])
+        by_sequence = list(zip(*by_step, strict=True))
+        return Emitted([list(chain(*parts)) for parts in by_sequence], [list(map(len, parts)) for parts in by_sequence])
 
 
 def _lacks(table: Table, num_tokens: int) -> bool:

@@ -91,7 +91,7 @@ def test_drafts_tokens_and_swaps(device: torch.device):
             request = DraftRequest(drafter.new_state(), 0, aux, histories[index], depth)
             drafts.append(drafter.propose([request])[0].token_ids)
         decoder.launch([caches[index] for index in who], [histories[index] for index in who], [None] * len(who), depth)
-        tokens = decoder.collect([True] * len(who))
+        tokens = decoder.collect([True] * len(who)).tokens
         for place, (index, new) in enumerate(zip(who, tokens, strict=True)):
             if depth:  # what was accepted is the beginning of the draft, and the next token is not
                 assert new[:-1] == drafts[place][: len(new) - 1]
@@ -130,7 +130,7 @@ def test_sampled_sequences_say_what_the_general_way_says(device: torch.device):
             request = DraftRequest(drafter.new_state(), 0, aux, history, depth, temperature=heat, uniforms=uniforms)
             drafts.append(drafter.propose([request])[0] if depth else Draft([]))
         decoder.launch(caches, histories, sampled, depth)
-        tokens = decoder.collect([True] * len(caches))
+        tokens = decoder.collect([True] * len(caches)).tokens
         for index, (history, draft, params, new) in enumerate(zip(histories, drafts, kinds, tokens, strict=True)):
             cache = target.new_cache()
             [output] = target.forward([Segment(cache, [*history, *draft.token_ids], num_logits=len(draft.token_ids) + 1)])
@@ -155,7 +155,7 @@ def test_the_next_request_of_a_sequence_brings_its_own_parameters(device: torch.
     for number, params in enumerate([SamplingParams(temperature=0.0), SamplingParams(temperature=2.0), SamplingParams(top_k=1)]):
         sampled = None if params.is_greedy else Sampled(params, Uniforms(number), 0)
         decoder.launch([cache], [history], [sampled], 0)
-        [new] = decoder.collect([True])
+        [new] = decoder.collect([True]).tokens
         found.append(new)
         target.truncate(cache, len(history) - 1)
         decoder._sequences[target.pool[cache]].length = len(history) - 1  # as if nothing had come of the step
@@ -181,7 +181,7 @@ def test_several_plain_steps_in_a_row(device: torch.device):
     caches, histories = prefilled(target, PROMPTS)
     for depth, num_steps in ((0, 3), (2, 1), (0, 2)):
         decoder.launch(caches, histories, [None] * 3, depth, num_steps)
-        tokens = decoder.collect([True] * 3)
+        tokens = decoder.collect([True] * 3).tokens
         for cache, history, new in zip(caches, histories, tokens, strict=True):
             assert depth or len(new) == num_steps
             history += new
@@ -211,7 +211,7 @@ def test_sequences_join_rows_of_steps(device: torch.device):
         decoder.launch(caches[:num_in], histories[:num_in], [None] * num_in, 0, num_steps)
         if num_in < len(PROMPTS):
             read(target, caches[num_in], histories[num_in])
-        tokens = decoder.collect([True] * num_in)
+        tokens = decoder.collect([True] * num_in).tokens
         for history, new in zip(histories, tokens, strict=False):
             assert len(new) == num_steps
             history += new
@@ -232,7 +232,7 @@ def test_blocks_that_are_taken_ahead_end_where_the_model_does(device: torch.devi
     [cache], [history] = prefilled(target, [text])
     for _ in range(3):
         decoder.launch([cache], [history], [None], 0)
-        [new] = decoder.collect([True])
+        [new] = decoder.collect([True]).tokens
         history += new
     assert len(history) == LONGEST
     assert target.cache_bytes() == target.cache_bytes(LONGEST)

@@ -9,7 +9,7 @@ import inspect
 import queue
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -196,10 +196,16 @@ class Served:
         self.engine.start()
 
     def run(
-        self, prompts: Sequence[Sequence[int]], concurrency: int, max_tokens: int, ignore_eos: bool = False, **fields: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        concurrency: int,
+        max_tokens: int | Sequence[int],
+        ignore_eos: bool = False,
+        **fields: Any,
     ) -> list[Answer]:
-        """Answer all prompts, so many at a time; a new one begins as one ends."""
-        params = SamplingParams(**{"temperature": 0.0, **fields}, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        """Answer all prompts, so many at a time; a new one begins as one ends. max_tokens: of all, or of each."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        params = SamplingParams(**{"temperature": 0.0, **fields}, ignore_eos=ignore_eos)
         ended: queue.SimpleQueue[_Listener] = queue.SimpleQueue()
         answers = [Answer(0.0) for _ in prompts]
         waiting = iter(range(len(prompts)))
@@ -210,7 +216,8 @@ class Served:
                 session = self.engine.create_session().session_id
                 self.engine.append(session, prompts[index])
                 answers[index].began_at = time.perf_counter()
-                self.engine.generate(session, params, on_event=_Listener(session, answers[index], ended))
+                limited = replace(params, max_tokens=limits[index])
+                self.engine.generate(session, limited, on_event=_Listener(session, answers[index], ended))
 
         for _ in range(concurrency):
             begin()

@@ -216,21 +216,26 @@ def never_slower(
 ) -> Row:
     """By domain and number of requests at once: tokens per second at each fixed depth and adaptively, and the ratio to the best.
 
-    A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
-    one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
+    All arms do the same work: an answer is as long as plain decoding made it, which is asked first, wherever it would end by
+    itself. A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while
+    touches one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
     luck would choose it.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
         arms[str(depth)] = (fixed, {"max_draft_tokens": depth} if depth else {"speculate": False})
-    cells = [_Cell(domain, num, arms) for domain in dict.fromkeys(one.domain for one in prompts) for num in concurrencies]
+    plain = fixed.run([prompt.token_ids for prompt in prompts], max(concurrencies), max_tokens, speculate=False)
+    texts: dict[str, list[tuple[list[int], int]]] = {}  # by domain, with the length of its answer
+    for prompt, answer in zip(prompts, plain, strict=True):
+        texts.setdefault(prompt.domain, []).append((prompt.token_ids, len(answer.token_ids)))
+    cells = [_Cell(domain, num, arms) for domain in texts for num in concurrencies]
     for number in range(rounds):
         for cell in cells:
-            texts = [prompt.token_ids for prompt in prompts if prompt.domain == cell.domain]
-            chosen = [texts[index % len(texts)] for index in range(max(least_requests, 2 * cell.concurrency))]
+            num_requests, here = max(least_requests, 3 * cell.concurrency), texts[cell.domain]
+            chosen, lengths = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
             for name in turns(list(arms), number):
                 served, fields = arms[name]
-                cell.note(name, served.run(chosen, cell.concurrency, max_tokens, **fields))
+                cell.note(name, served.run(chosen, cell.concurrency, lengths, ignore_eos=True, **fields))
             say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: adaptive / best fixed {cell.ratio:.3f}")
     return {"cells": [cell.row() for cell in cells], "smallest_ratio": min(cell.ratio for cell in cells)}
 

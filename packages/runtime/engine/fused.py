@@ -42,7 +42,7 @@ MANY_SESSIONS = 48  # from so many on plain steps come in a row,
 ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or for so long where nobody minds
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
-MANY_DRAFTING = 24  # from so many on steps with drafts do too,
+MANY_DRAFTING = 12  # from so many on steps with drafts do too,
 DRAFTED_STEPS = 2  # so many: who ends in between has taken the place of somebody else
 
 
@@ -97,8 +97,8 @@ class FusedSteps:
         sessions: SessionsConfig,
     ) -> None:
         self._info, self._drafting = target.info, drafting
-        self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN))  # its own: costs here are other than elsewhere
-        self._pacer.may_wait = True  # while a step is under way
+        # Its own: costs here are other than elsewhere.
+        self._pacer = Pacer(replace(speculation, shape=TreeShape.CHAIN), whole_steps=True)
         self._is_adaptive = speculation.mode is SpeculationMode.ADAPTIVE and speculation.max_draft_tokens > 0
         self._drafts = speculation.max_draft_tokens > 0
         self._only_trees = speculation.shape is TreeShape.TREE  # which are drafted the general way

@@ -8,8 +8,8 @@ whole batch, by what drafts of this kind gained lately (`acceptance`) and what a
 
 Certain drafts that say how sure they are get cut once more when they are there: nodes that are not worth their row are not
 verified. Sampled chains are never cut, since what is cut must not depend on what was drawn. Now and then, for a few steps,
-drafts are made where none are worth it, none where they are, or they are left uncut, go deeper or have the other width, so
-that a change is noticed.
+drafts are made where none are worth it, none where they are, or they are left uncut, go deeper, less deep or have the other
+width, so that a change is noticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from runtime.drafters.base import Draft, IsEnough
 from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
 from runtime.speculation.costs import Costs
 
-RECHECK_STEPS = 8  # a choice holds for so many steps
+RECHECK_STEPS = 8  # a choice holds for so many steps,
+RELAXED_STEPS = 32  # or for twice as many each time that it stays the same, where choosing takes a share of the steps
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
 UNCUT_EVERY = 16  # steps
@@ -33,7 +34,7 @@ FIRST_PROBE_GAP, LAST_PROBE_GAP = 32, 512  # steps without drafts between two pr
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
 MEMORY_PER_SESSION = 32  # observations more that averages remember for each session of the batch
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
-OTHER_EVERY, OTHER_STEPS = 128, 4  # a look at the other width, or deeper
+OTHER_EVERY, OTHER_STEPS = 128, 4  # a look at the other width, deeper, or less deep
 
 
 class Shape(NamedTuple):
@@ -62,15 +63,17 @@ class Ask(NamedTuple):
 
 
 class Pacer:
-    """costs: None pins the shape, whatever the mode."""
+    """costs: None pins the shape, whatever the mode. whole_steps: they run on a device by themselves, so short that choosing
+    takes a share of them: a choice that is old holds on until `refresh`, which is called while nobody waits. What a depth costs
+    is known by steps of its own."""
 
-    def __init__(self, config: SpeculationConfig, costs: Costs | None = None) -> None:
+    def __init__(self, config: SpeculationConfig, costs: Costs | None = None, whole_steps: bool = False) -> None:
         self._config = config
+        self._whole_steps = whole_steps
         self.costs = costs
         self._acceptance: dict[tuple[Group, int], Acceptance] = {}  # by group and width
         self._confidence: dict[Group, Confidence] = {}
         self._habits: dict[Group, _Habit] = {}
-        self.may_wait = False  # a choice that is old holds on until `refresh`, which is called while nobody waits
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
         self._choice = _Choice({}, 0.0, 0)  # the last one
         self._due: tuple[Costs, Hashable, Limits, int, int] | None = None  # what `refresh` is to choose for
@@ -110,8 +113,8 @@ class Pacer:
         groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
         signature = (id(self.costs), num_sessions, groups)
         choice = self._choices.get(signature)
-        is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
-        if choice is None or (is_old and not self.may_wait):
+        is_old = choice is not None and self._num_steps - choice.made_at >= choice.holds
+        if choice is None or (is_old and not self._whole_steps):
             return self._choose(signature, limits, num_sessions, context)
         if is_old:
             self._due = (self._costs, signature, limits, num_sessions, context)
@@ -121,7 +124,10 @@ class Pacer:
         if len(self._choices) >= MAX_CHOICES:
             self._choices.clear()
         shapes, rate = self._best(limits, num_sessions, context)
-        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps)
+        holds, before = RECHECK_STEPS, self._choices.get(signature)
+        if self._whole_steps and before is not None and before.shapes == shapes:
+            holds = min(2 * before.holds, RELAXED_STEPS)
+        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps, holds)
         return choice
 
     def refresh(self) -> None:
@@ -168,11 +174,13 @@ class Pacer:
         return chosen
 
     def _others(self, group: Group, chosen: Shape) -> list[Shape]:
-        """What is worth a look beside the chosen one: the other width, and deeper."""
+        """What is worth a look beside the chosen one: the other width, and its neighbours, whose cost is known by them alone."""
         most, widths = self._config.max_draft_tokens, self._widths(group[1])
         others = [self._shape(chosen.depth, width) for width in widths if width != chosen.width]
         if chosen.depth < most:
             others.append(self._shape(min(chosen.depth + 2, most), chosen.width))
+        if self._whole_steps and chosen.depth > 2:
+            others.append(self._shape(chosen.depth - 2, chosen.width))
         return others
 
     def _best(self, limits: Limits, num_sessions: int, context: int) -> tuple[dict[Group, Shape], float]:
@@ -335,6 +343,7 @@ class _Choice(NamedTuple):
     shapes: dict[Group, Shape]
     rate: float  # tokens a second that they promise
     made_at: int  # step
+    holds: int = RECHECK_STEPS
 
 
 class _Habit:

@@ -39,12 +39,13 @@ class Device:
         self.chances = chances
         self._rng = random.Random(1)
         self._costs = StepCosts({(num, depth): step_s(num, depth) for num in STEPS for depth in range(6)})
-        self._pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), self._costs)
+        self._pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), self._costs, whole_steps=True)
 
     def step(self, num: int) -> tuple[float, float, int]:
         """Tokens, seconds, and the depth of most."""
         asks = [Ask("v", 5)] * num
         shapes = self._pacer.choose(asks, num, 200)
+        self._pacer.refresh()
         depth, tokens, seconds = max(shape.depth for shape in shapes), 0.0, 0.0
         num_drafting = sum(shape.depth > 0 for shape in shapes)
         for size, part_depth in ((num_drafting, depth), (num - num_drafting, 0)):

@@ -298,8 +298,7 @@ def test_a_version_that_is_gone_is_forgotten() -> None:
 
 
 def test_a_choice_that_was_due_for_a_version_that_is_gone_is_not_made() -> None:
-    pacer = adaptive(Machine(cpu, chance=0.9))
-    pacer.may_wait = True
+    pacer = Pacer(SpeculationConfig(), Costs({1: 1.0, 8: 1.5}), whole_steps=True)
     for _ in range(RECHECK_STEPS + 1):
         pacer.choose([Ask("v", 5)], 1, 0)
     assert pacer._due is not None

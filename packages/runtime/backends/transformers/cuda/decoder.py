@@ -246,7 +246,7 @@ class FusedDecoder:
     def _warm_up_prompts(self) -> None:
         target = self._target
         target.warm_up()
-        for size in (40, 100, MAX_GRAPH_ROWS + 1):
+        for size in (40, 70, 100, MAX_GRAPH_ROWS + 1):  # of every tile that so many rows to catch up have
             size = min(size, target.info.max_positions - self.max_depth - 2)
             history = [0] * (size + 1)
             cache = target.new_cache()

@@ -218,8 +218,8 @@ def never_slower(
 
     All arms do the same work: an answer is as long as plain decoding made it, which is asked first, wherever it would end by
     itself. A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while
-    touches one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
-    luck would choose it.
+    touches one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is
+    taken, or luck would choose it.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:

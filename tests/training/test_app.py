@@ -14,7 +14,7 @@ from training.app import COMMANDS, run
 from training.config import Mode
 from training.reporting.config import TrackerKind
 
-HEAVY = "{'transformers', 'tensorboard', 'mlflow', 'wandb', 'matplotlib'}"
+HEAVY = "{'transformers', 'tensorboard', 'mlflow', 'wandb', 'matplotlib', 'torch.distributed.tensor', 'sympy'}"
 
 
 def test_a_run_that_breaks_off_leaves_its_picture(state: Any, caplog: pytest.LogCaptureFixture) -> None:

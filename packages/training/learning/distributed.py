@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.errors import ConfigError, RankLost
 from training.config import Parallel
+
+if TYPE_CHECKING:  # they take longer to import than all that is ours; who has shards has imported them
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 FAILURE = "slipstream/failure"  # where a rank that fails says why
 LAST_WORDS_S = 2.0  # how long the others wait for it
@@ -216,6 +219,8 @@ def spread(chain: nn.Module, world: World) -> nn.Module:
             dist.broadcast(parameter.data, src=0)
         if world.parallel is Parallel.DDP:
             return DistributedDataParallel(chain, init_sync=False)
+        from torch.distributed.fsdp import fully_shard
+
         fully_shard(chain, reshard_after_forward=False)
         return chain
 
@@ -224,7 +229,7 @@ def spread(chain: nn.Module, world: World) -> nn.Module:
 def keeping_gradients(module: nn.Module, is_last: bool) -> Iterator[None]:
     """Forward and backward inside: gradients are summed over ranks with the last micro-batch of a step only. Parameters stay
     together till then, so a step has the same collectives on ranks with more micro-batches and with fewer."""
-    if isinstance(module, FSDPModule):
+    if _is_sharded(module):
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
         yield
@@ -237,11 +242,21 @@ def keeping_gradients(module: nn.Module, is_last: bool) -> Iterator[None]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, put together from its shards if it has some; a collective then."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_shard(tensor) else tensor
 
 
 def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy of a whole tensor, on the parameter's device, cut as the parameter is."""
-    if not isinstance(parameter, DTensor):
+    if not _is_shard(parameter):
         return tensor.clone().to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def _is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))

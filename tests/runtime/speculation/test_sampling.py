@@ -49,7 +49,7 @@ params_of_steps_1_to_4 = st.builds(
 def test_a_bias_for_every_token_costs_little():
     logits, params = torch.zeros(6, 49152), SamplingParams(temperature=0.0, logit_bias={i: -i / 1000 for i in range(49152)})
     seconds = []
-    for _ in range(3):
+    for _ in range(10):  # other programs may take turns with it
         started = time.perf_counter()
         biased = process_logits(logits, params)
         seconds.append(time.perf_counter() - started)

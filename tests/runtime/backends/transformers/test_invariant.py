@@ -157,7 +157,8 @@ def test_what_cannot_be_invariant_is_refused(random_model: Callable[..., Any], t
 
 
 @pytest.mark.real_model
-def test_the_real_model_is_invariant() -> None:
+def test_the_real_model_is_invariant(set_threads: Callable[[int], None]) -> None:
+    set_threads(2)
     target = load_target(BackendConfig(numerics=Numerics.INVARIANT), ModelConfig(device="cpu"), resolve("smollm2-135m"))
     assert_invariant(target, CachePolicy(), seed=0, size=24)
 

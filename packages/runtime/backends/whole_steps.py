@@ -28,6 +28,7 @@ class Emitted(NamedTuple):
 
     tokens: list[list[int]]  # the last of each is pending; -1: no finite logits
     sizes: list[list[int]] | None = None  # how many came with each step; None: one step, or one token with each
+    waited_s: float = 0.0  # that the host had to wait for the device
 
 
 class Decoder(Protocol):

@@ -41,6 +41,7 @@ MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 MANY_SESSIONS = 48  # from so many on plain steps come in a row,
 ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or for so long where nobody minds
+LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
 PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
 MANY_DRAFTING = 12  # from so many on steps with drafts do too,
 DRAFTED_STEPS = 2  # so many: who ends in between has taken the place of somebody else
@@ -76,7 +77,8 @@ class _Landed:
 
     works: list[tuple[Work, Work, Verdicts]]
     flight: _Flight
-    seconds: float  # that it took
+    seconds: float  # from the landing before it, less what was spent elsewhere
+    waited_s: float  # of these, for the device
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -109,6 +111,7 @@ class FusedSteps:
         self._can_draft = False  # whether it took them
         self._steps: deque[list[_Flight]] = deque()  # under way: of each those that draft and those that do not
         self._landed_at = 0.0
+        self._elsewhere_s = 0.0  # that the host spent on the general way since then
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
         self._costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without
         self._is_alone = False  # nobody goes the general way in this step
@@ -187,6 +190,10 @@ class FusedSteps:
             self._can_draft = (
                 not self._only_trees and isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
             )
+
+    def spent_elsewhere(self, seconds: float) -> None:
+        """On the general way, between two steps here."""
+        self._elsewhere_s += seconds
 
     # --- steps ---
 
@@ -321,12 +328,13 @@ class FusedSteps:
             mine.append(None if work is None or work.request.session.cache != cache else work)
         emitted = self._decoder.collect([work is not None for work in mine])
         began, self._landed_at = max(flight.began, self._landed_at), time.perf_counter()
+        seconds, self._elsewhere_s = max(self._landed_at - began - self._elsewhere_s, emitted.waited_s), 0.0
         landed: list[tuple[Work, Work, Verdicts]] = []
         for index, (work, launched, new) in enumerate(zip(mine, flight.works, emitted.tokens, strict=True)):
             if work is not None and new:
                 sizes = (1,) * len(new) if not flight.depth else emitted.sizes[index] if emitted.sizes else (len(new),)
                 landed.append((work, launched, Verdicts(new, sizes)))
-        return _Landed(landed, flight, self._landed_at - began)
+        return _Landed(landed, flight, seconds, emitted.waited_s)
 
     # --- what the pacer learns ---
 
@@ -335,9 +343,10 @@ class FusedSteps:
         flight = landed.flight
         if not self._costs:
             return
-        if flight.is_typical:
-            costs = self._costs[_has_sampled(flight.works)]
-            costs.record(len(flight.works), flight.depth, _context(flight.works), landed.seconds / flight.num_steps)
+        costs, num = self._costs[_has_sampled(flight.works)], len(flight.works)
+        costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
+        if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:
+            costs.record_device(num, flight.depth, _context(flight.works), landed.seconds / flight.num_steps)
         if not flight.depth:
             return
         num_accepted: dict[Group, list[int]] = {}

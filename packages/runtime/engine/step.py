@@ -103,7 +103,7 @@ class Stepper:
         return [self._plan(request, 1) for request in ready if _num_pending(request) == 1]
 
     def _step(self, works: list[Work]) -> None:
-        decoding = [work for work in works if work.is_decode]
+        began, decoding = time.perf_counter(), [work for work in works if work.is_decode]
         self.drafting.draft(decoding)
         started, context = time.perf_counter(), sum(work.request.session.cached for work in works) // len(works)
         outputs = self._verify(works)
@@ -115,6 +115,8 @@ class Stepper:
         if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
             num_rows = sum(1 + len(work.draft.token_ids) for work in works)
             self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
+        if self._fused is not None:
+            self._fused.spent_elsewhere(time.perf_counter() - began)
 
     # --- schedule ---
 

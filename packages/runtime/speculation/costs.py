@@ -113,8 +113,9 @@ class Costs:
 class StepCosts(Costs):
     """Of whole steps on a device. A forward is a plain step; all that drafting adds to it, rows to verify too, the proposal.
 
-    The table has every depth of step, measured alike. What real steps take beyond it, the host's work and the context that is
-    read, is much the same at all depths: where one was not run lately, what the last other one took beyond it is added.
+    A step takes what the device takes, or what the host takes for it meanwhile, if that is more. The table has every depth of
+    step on the device, measured alike. What real ones take beyond it, most of all the context that is read, is much the same at
+    all depths: where one was not run lately, what the last other one took beyond it is added.
     """
 
     learns_from_plain = False
@@ -124,6 +125,7 @@ class StepCosts(Costs):
         super().__init__({num: taken for (num, depth), taken in seconds.items() if not depth})
         self._table = dict(seconds)
         self._beyond: dict[tuple[int, int], _Beyond] = {}  # by sessions and context, each in its bucket
+        self._host: dict[int, _Recent] = {}  # by sessions in their bucket: seconds that the host was at work for a step
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
         return self._step(num_sessions, 0, context)
@@ -131,8 +133,12 @@ class StepCosts(Costs):
     def proposal(self, version: str, width: int, num_sessions: int, depth: int, context: int) -> float:
         return self._step(num_sessions, depth, context) - self._step(num_sessions, 0, context)
 
-    def record(self, num_sessions: int, depth: int, context: int, seconds: float) -> None:
-        """A step of so many sessions, all of which drafted so deep."""
+    def record_host(self, num_sessions: int, seconds: float) -> None:
+        """What the host did for a step of so many sessions, while the device was at work or not."""
+        self._host.setdefault(bucket(num_sessions), _Recent()).add(seconds)
+
+    def record_device(self, num_sessions: int, depth: int, context: int, seconds: float) -> None:
+        """What the device took for a step of so many sessions, all of which drafted so deep."""
         place = (bucket(num_sessions), context_bucket(context))
         self._beyond.setdefault(place, _Beyond()).add(depth, seconds - self._measured(num_sessions, depth))
 
@@ -143,8 +149,8 @@ class StepCosts(Costs):
                 more = beyond.at(depth)
             if more is not None:
                 break
-        measured = self._measured(num_sessions, depth)
-        return max(measured + (more or 0.0), measured * LEAST_SHARE)
+        measured, host = self._measured(num_sessions, depth), self._host.get(bucket(num_sessions))
+        return max(measured + (more or 0.0), measured * LEAST_SHARE, host.median if host is not None else 0.0)
 
     def _measured(self, num_sessions: int, depth: int) -> float:
         num = self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]

@@ -418,9 +418,18 @@ def test_a_level_costs_what_longer_calls_take_more() -> None:
 def test_whole_steps_never_seem_to_take_no_time() -> None:
     costs = StepCosts({(1, depth): 1.0 + 0.1 * depth for depth in range(4)})
     for _ in range(20):
-        costs.record(1, 3, 100, 1e-6)  # a table from a machine that was disturbed
+        costs.record_device(1, 3, 100, 1e-6)  # a table from a machine that was disturbed
     for depth in range(4):
         assert 0.0 < costs.forward(1, 1, 100) + costs.proposal("v", 1, 1, depth, 100) < 0.2
+
+
+def test_where_the_host_takes_the_time_depth_costs_nothing() -> None:
+    costs = StepCosts({(num, depth): 1.0 + 0.1 * depth for num in (1, 8) for depth in range(6)})
+    for _ in range(3):
+        costs.record_host(8, 1.25)
+    assert costs.forward(8, 8, 100) == 1.25
+    assert [costs.proposal("v", 1, 8, depth, 100) for depth in (1, 2, 3, 5)] == pytest.approx([0.0, 0.0, 0.05, 0.25])
+    assert costs.forward(1, 1, 100) == 1.0, "with other numbers of sessions it may be otherwise"
 
 
 def test_chains_counted_together_count_like_each_by_itself() -> None:

@@ -200,7 +200,10 @@ class FusedDecoder:
         wanted changes nothing; nor does it in what is launched already, where nothing comes for it.
         """
         flight = self._flights.popleft()
-        tokens, sizes = self._wait(flight)
+        began = time.perf_counter()
+        flight.slot.wait()
+        waited_s = time.perf_counter() - began
+        tokens, sizes = self._read(flight)
         advance = self._target.pool.advance
         for index, (table, sequence, is_wanted) in enumerate(zip(flight.tables, flight.sequences, still_wanted, strict=True)):
             if sequence.flight is flight:
@@ -219,7 +222,7 @@ class FusedDecoder:
             sequence.place += len(new)
             sequence.primed = sequence.length - sequence.fresh if flight.depth else sequence.primed
             advance(table, len(new), keep_tail=True)
-        return Emitted(tokens, sizes)
+        return Emitted(tokens, sizes, waited_s)
 
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         """Capture all greedy steps of up to so many sequences, that none has to wait for it; seconds of each by number and depth.
@@ -239,7 +242,7 @@ class FusedDecoder:
         nobody = _Flight([], [], num, depth, num_steps, self._slots[0])
         started = time.perf_counter()
         self._start([], nobody, Picks.BEST)
-        self._wait(nobody)
+        nobody.slot.wait()
         return (time.perf_counter() - started) / num_steps
 
     @torch.inference_mode()
@@ -333,18 +336,17 @@ class FusedDecoder:
         flight.slot.mark()
         return is_known
 
-    def _wait(self, flight: _Flight) -> Emitted:
-        """What was emitted, row by row."""
-        flight.slot.wait()
+    def _read(self, flight: _Flight) -> tuple[list[list[int]], list[list[int]] | None]:
+        """What was emitted, row by row: tokens, and how many came with each of several steps with drafts."""
         num, num_steps, width, num_rows = flight.num, flight.num_steps, flight.depth + 2, len(flight.tables)
         result = flight.slot.result[:num_steps, : num * width].view(num_steps, num, width)[:, :num_rows]
         if not flight.depth:  # one token each
-            return Emitted(result[:, :, 1].t().tolist())
+            return result[:, :, 1].t().tolist(), None
         by_step = [[row[1 : 1 + row[0]] for row in rows] for rows in result.tolist()]
         if num_steps == 1:
-            return Emitted(by_step[0])
+            return by_step[0], None
         by_sequence = list(zip(*by_step, strict=True))
-        return Emitted([list(chain(*parts)) for parts in by_sequence], [list(map(len, parts)) for parts in by_sequence])
+        return [list(chain(*parts)) for parts in by_sequence], [list(map(len, parts)) for parts in by_sequence]
 
 
 def _lacks(table: Table, num_tokens: int) -> bool:

@@ -7,7 +7,7 @@
                logit in float32, 0.4 in bfloat16, or the run fails
     sampled    greedy requests beside sampled ones, and those with top_p
     many       as many plain sessions at once as a capture has, ids only
-    tiles      steps with a chain of 5 under other tile heights of the products than those that `launch.tile` chooses
+    tiles      steps with a chain of 5 under other tiles of the products than those that `launch.tile` chooses
 
 On a CPU the parts run too, small and without `tests`, `steps` and `tiles`, which need the device. The comparison of adaptive
 with every fixed depth is `engine.py --device cuda --sections never`.
@@ -48,6 +48,18 @@ from training.judging.oracle import LIMITS, Oracle
 PARTS = ("tests", "steps", "baselines", "sampled", "many", "tiles")
 NO_STEPS = "whole steps on the device need a CUDA device and a model that its kernels know"
 TESTS = ("tests/runtime/backends/transformers/cuda", "tests/runtime/engine/test_fused.py")
+KINDS = ("linear", "qkv", "gate_up", "head")
+TILES: dict[str, tuple[Sequence[str], dict[str, int]]] = {
+    "chosen": ((), {}),
+    "16 high": (KINDS, {"bm": 16}),
+    "32 high": (KINDS, {"bm": 32}),
+    "64 high": (KINDS, {"bm": 64}),
+    "linear 16 wide": (("linear",), {"bn": 16}),
+    "linear 32 wide": (("linear",), {"bn": 32}),
+    "gate_up 32 wide": (("gate_up",), {"bn": 32}),
+    "linear and gate_up 32 wide": (("linear", "gate_up"), {"bn": 32}),
+    "chosen again": ((), {}),
+}
 PROMPT_TOKENS = 64
 DEPTHS = (0, 1, 3, 5, 7)
 Row = dict[str, Any]
@@ -164,8 +176,8 @@ class Check:
         return {"tokens_per_s": self._race(arms, sizes)[0]}
 
     def tiles(self) -> Row:
-        """Milliseconds by number of sessions and rows of a tile; `chosen`: as `launch.tile` says."""
-        served = self.served(SpeculationMode.FIXED, 16)
+        """Milliseconds by number of sessions and tile; `chosen`: as `launch.tile` says."""
+        served = self.served(SpeculationMode.FIXED, 64)
         target = served.target
         if not isinstance(target, Fuses):
             return {"skipped": NO_STEPS}
@@ -175,13 +187,13 @@ class Check:
         decoder, chosen = _decoder(served), launch.tile
         found: Row = {}
         try:
-            for name, height in (("chosen", None), ("16", 16), ("32", 32), ("64", 64), ("chosen again", None)):
-                launch.tile = chosen if height is None else _of_height(chosen, height)
+            for name, (kinds, sizes) in TILES.items():
+                launch.tile = _with(chosen, kinds, sizes)
                 decoder._graphs = Graphs(target.device)  # type: ignore[attr-defined]
-                for size in (4, 8, 12, 16):
+                for size in (4, 8, 16, 32, 64):
                     seconds = _step_seconds(target, decoder, self.chosen(size), 5, 30)
                     found.setdefault(str(size), {})[name] = {"ms": 1000 * seconds}
-                say(f"tiles of height {name}")
+                say(f"tiles: {name}")
         finally:
             launch.tile = chosen
         return {"ms": found}
@@ -220,9 +232,9 @@ def _decoder(served: Served) -> Any:
     return fused._decoder
 
 
-def _of_height(chosen: Callable[..., Any], height: int) -> Callable[..., Any]:
-    """The sums of squares that `linear` passes on are cut by its width, which stays."""
-    return lambda *args: replace(chosen(*args), bm=height)
+def _with(chosen: Callable[..., Any], kinds: Sequence[str], sizes: dict[str, int]) -> Callable[..., Any]:
+    """As chosen, but for these sizes in tiles of these kinds."""
+    return lambda kind, *args: replace(chosen(kind, *args), **(sizes if kind in kinds else {}))
 
 
 def _step_seconds(target: Fuses, decoder: Any, prompts: Sequence[Sequence[int]], depth: int, rounds: int) -> float:

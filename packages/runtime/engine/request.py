@@ -16,6 +16,8 @@ import torch
 from runtime.backends.base import TargetInfo
 from runtime.engine.base import OnEvent
 from runtime.engine.stats import StepTally
+from runtime.features.sampling import labelled
+from runtime.features.tap import CapturedTurn
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session, State
 from runtime.speculation.accept import Verdict, Verdicts
@@ -220,6 +222,22 @@ class Request:
             self.finish_reason = "cancelled"
             if held := self._finish_text():
                 self.emit(Tokens((), held, (), ()))
+
+    def captured(self) -> CapturedTurn:
+        """What the tap gets of the turn, once it is over."""
+        session, history = self.session, tuple(self.session.history)
+        return CapturedTurn(
+            session_id=session.id,
+            token_ids=history,
+            generated=tuple(index >= self.num_prompt_tokens for index in range(len(history))),
+            hidden=tuple(session.features),
+            labels=labelled(session.options.labels, self.params),
+            drafter_version=self.drafter_versions[-1] if self.drafter_versions else "none",
+            source="session",
+            capture=session.options.capture,
+            first_position=session.first_kept,
+            num_unseen=session.options.cache_policy.num_unseen(session.cached),
+        )
 
     def fail(self, error: Exception) -> None:
         self.error = error

@@ -31,8 +31,7 @@ from runtime.engine.request import Request
 from runtime.engine.stats import EngineStatsBuilder
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable, ModelError, SlipstreamError
-from runtime.features.sampling import labelled
-from runtime.features.tap import CapturedTurn, Tap
+from runtime.features.tap import Tap
 from runtime.hidden_states import HiddenStates
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Contradiction, Verdict, verify
@@ -111,7 +110,7 @@ class Stepper:
             try:
                 self._commit(work, output)
             except Exception as error:
-                self._give_up(work, error)
+                self._give_up(work.request, error)
         if self._pacer.costs is not None and len(decoding) == len(works) == len(outputs):
             num_rows = sum(1 + len(work.draft.token_ids) for work in works)
             self._pacer.costs.record_forward(len(works), num_rows, context, time.perf_counter() - started)
@@ -121,7 +120,7 @@ class Stepper:
     # --- schedule ---
 
     def _schedule(self, batch: Sequence[Request]) -> list[Work]:
-        live = [request for request in batch if not self._end(request) and self._enter(request)]
+        live = [request for request in batch if self._goes_on(request)]
         shares = self._read_in_turn([request for request in live if _num_pending(request) > 1])
         return [self._plan(request, share) for request in live if (share := shares.get(id(request), 1))]
 
@@ -141,6 +140,14 @@ class Stepper:
             left -= wanted
             request.waits_since = self._num_turns + 1
         return shares
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether it takes part in this step. What goes wrong with one request is no other's business."""
+        try:
+            return not self._end(request) and self._enter(request)
+        except Exception as error:
+            self._give_up(request, error)
+            return False
 
     def _end(self, request: Request) -> bool:
         """Whether the turn ends here: nothing more is wanted of it, and K/V covers the history or is not worth a forward."""
@@ -258,14 +265,13 @@ class Stepper:
             work.draft = work.draft.only(range(num_sound))
             return verify(output.logits[: num_sound + 1], work.draft, request.processor, request.judging(num_sound + 1))
 
-    def _give_up(self, work: Work, error: Exception) -> None:
+    def _give_up(self, request: Request, error: Exception) -> None:
         """What went wrong with one session's result ends this generation and no other. Nobody knows what its K/V holds then."""
-        session = work.request.session
-        log.error("What a step gave session %s could not be kept; its generation ends.", session.id, exc_info=error)
-        self.holdings.release(session)
+        log.error("What a step gave session %s could not be kept; its generation ends.", request.session.id, exc_info=error)
+        self.holdings.release(request.session)
         failure = EngineUnavailable(f"The step's result could not be kept: {error}. The session keeps its tokens; try again.")
         failure.__cause__ = error
-        work.request.fail(failure)
+        request.fail(failure)
 
     # --- both, on the device ---
 
@@ -286,7 +292,7 @@ class Stepper:
             try:
                 self._keep(fused, outcome)
             except Exception as error:
-                self._give_up(outcome.work, error)
+                self._give_up(outcome.work.request, error)
 
     def _keep(self, fused: FusedSteps, outcome: Outcome) -> None:
         """As `_commit`, but the K/V is there already, and too much of it where the turn ends early."""
@@ -330,33 +336,25 @@ class Stepper:
             self._stats.of_version(work.drafter.version).add(num_drafted, num_accepted, depth, num_steps)
 
     def _finish(self, request: Request) -> None:
-        """Nothing more is computed for the turn: close its text, offer it to the tap."""
+        """Nothing more is computed for the turn: close its text, offer it to the tap, whose trouble is no generation's."""
         request.finish()
-        session = request.session
         if self._fused is not None:
-            self._fused.leave(session)
+            self._fused.leave(request.session)
+        try:
+            self._offer(request)
+        except Exception:
+            log.exception("A turn of session %s could not be captured; its K/V is computed anew.", request.session.id)
+            self.holdings.release(request.session)
+
+    def _offer(self, request: Request) -> None:
+        session = request.session
         has_states = _num_pending(request) <= 1  # not where it ends while it waits for room, or before all is read anew
         is_offered = session.options.capture is not Switch.OFF and request.num_emitted > 0 and has_states
         if self._tap is not None and is_offered:
             self.holdings.catch_up(session)
         session.compact_features()
-        if self._tap is None or not is_offered:
-            return
-        history = tuple(session.history)
-        self._tap.offer(
-            CapturedTurn(
-                session_id=session.id,
-                token_ids=history,
-                generated=tuple(index >= request.num_prompt_tokens for index in range(len(history))),
-                hidden=tuple(session.features),
-                labels=labelled(session.options.labels, request.params),
-                drafter_version=request.drafter_versions[-1] if request.drafter_versions else "none",
-                source="session",
-                capture=session.options.capture,
-                first_position=session.first_kept,
-                num_unseen=session.options.cache_policy.num_unseen(session.cached),
-            )
-        )
+        if self._tap is not None and is_offered:
+            self._tap.offer(request.captured())
 
     # --- room ---
 

@@ -343,7 +343,8 @@ def test_who_drafts_trees_because_they_are_pinned_goes_the_general_way(
     listeners = [trees.begin(prompts[0]), trees.begin(prompts[1], GREEDY, plain)]
     [drafted, undrafted] = [listener.wait().speculation for listener in listeners]
     assert [listener.token_ids for listener in listeners] == [greedy_reference(oracle, prompt, 30) for prompt in prompts]
-    assert drafted.num_drafted > sum(drafted.drafted_per_position), "more nodes than levels"
+    num_levels = sum(drafted.drafted_per_position)
+    assert drafted.num_drafted > num_levels or (mode is SpeculationMode.ADAPTIVE and not num_levels), "more nodes than levels"
     assert (undrafted.num_drafted, decoder.began) == (0, [10])
     engine.stop()
 

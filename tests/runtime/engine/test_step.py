@@ -14,6 +14,8 @@ from runtime.backends.base import Segment, SegmentOutput, Target
 from runtime.drafters.base import Draft
 from runtime.drafters.none import NoDrafter
 from runtime.drafters.scripted import ScriptedDrafter
+from runtime.engine.request import Request
+from runtime.errors import EngineUnavailable
 from runtime.types import SamplingParams
 
 from .conftest import Listener, MakeEngine, run
@@ -271,3 +273,43 @@ def test_many_threads_cancel_trees_at_any_time(make_engine: MakeEngine) -> None:
     for thread in threads:
         thread.join(60)
     assert errors == []
+
+
+def test_a_tap_that_raises_costs_no_generation(make_engine: MakeEngine, target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(KeepingTap):
+        def offer(self, turn: object) -> bool:
+            raise OSError("no space left")
+
+    engine = make_engine(tap=Broken())
+    session_id = engine.create_session().session_id
+    history = prompt_of(1)
+    for _ in range(2):
+        listener, _ = run(engine, history[engine.get_session(session_id).history_length :], GREEDY, session_id)
+        expected = greedy_reference(target, history, len(listener.token_ids))
+        assert listener.token_ids == expected
+        history = [*history, *expected, 7]
+    assert caplog.text.count("could not be captured") == 2
+
+
+def test_what_goes_wrong_at_the_end_of_one_turn_ends_that_one_alone(
+    make_engine: MakeEngine, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    finish = Request.finish
+
+    def fail_once(request: Request) -> None:
+        if request.request_id == "first":
+            raise RuntimeError("a text that cannot be closed")
+        finish(request)
+
+    monkeypatch.setattr(Request, "finish", fail_once)
+    listeners = []
+    for seed, request_id in ((1, "first"), (2, "second")):
+        session_id = engine.create_session().session_id
+        engine.append(session_id, prompt_of(seed))
+        listeners.append(Listener())
+        engine.generate(session_id, GREEDY, on_event=listeners[-1], request_id=request_id)
+    with pytest.raises(EngineUnavailable, match="a text that cannot be closed"):
+        listeners[0].wait()
+    listeners[1].wait()
+    assert listeners[1].token_ids == greedy_reference(target, prompt_of(2), len(listeners[1].token_ids))

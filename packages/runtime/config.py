@@ -152,9 +152,9 @@ class SessionsConfig:
     max_sessions: int = 256
     ttl_s: float = 3600.0
     max_batch_sessions: int = 16  # sessions in one forward
-    prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace
+    prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace; prompts take turns
     kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
-    patient: bool = False  # nobody waits for single tokens: a device makes steps in a row, first tokens of answers among them
+    patient: bool = False  # nobody waits for single tokens: a device makes many steps in a row, whoever else waits
     prefix_reuse: bool = True  # a session takes over K/V of any other that begins alike; its speed then tells that there is one
 
     def __post_init__(self) -> None:

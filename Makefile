@@ -15,7 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OTHERS := build/others
-WORKERS ?= auto
+WORKERS ?= logical# cores, hyperthreads too
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE# idle threads sleep: several processes share the cores
 

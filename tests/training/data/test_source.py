@@ -30,6 +30,7 @@ from training.learning.start import from_scratch, row_check
 
 READY = re.compile(r"ready https?=\S+ grpc=127\.0\.0\.1:(\d+)")
 KEY = "the-key-of-a-trainer"
+MODEST = ["trainer.num_threads=1", "trainer.niceness=0"]  # other tests run beside it
 
 
 class ServerProcess:
@@ -211,8 +212,8 @@ def test_two_trainers_of_one_run_share_the_rows(state, serve) -> None:
     names: list[str] = []
     server = serve()
     settings = ["trainer=scratch", "trainer.vocabulary_tokens=40", "data.batch_rows=2", "data.passes=1", "data.fill_wait_s=0.1"]
-    ends = ["trainer.num_threads=1", "trainer.idle_timeout_s=2", "trainer.checkpoint_every_steps=2"]
-    places = [f"model.name={state.model.path}", f"source={server.source}"]
+    ends = ["trainer.idle_timeout_s=2", "trainer.checkpoint_every_steps=2"]
+    places = [*MODEST, f"model.name={state.model.path}", f"source={server.source}"]
     command = [sys.executable, "-m", "training", *places, *settings, *ends]
     trainers = [
         subprocess.Popen(
@@ -263,7 +264,7 @@ def test_rows_of_one_of_two_trainers_that_is_killed_go_to_the_other(state, serve
     names = state.add(range(8))
     server = serve()
     settings = ["trainer=scratch", "trainer.vocabulary_tokens=20", "data.batch_rows=2", "data.passes=1", "data.fill_wait_s=0.1"]
-    ends = ["trainer.num_threads=1", "trainer.idle_timeout_s=8", "trainer.checkpoint_every_steps=2", "data.lease_timeout_s=3"]
+    ends = [*MODEST, "trainer.idle_timeout_s=8", "trainer.checkpoint_every_steps=2", "data.lease_timeout_s=3"]
     command = [sys.executable, "-m", "training", f"model.name={state.model.path}", f"source={server.source}", *settings, *ends]
     places = [state.root.parent / f"machine{n}" for n in range(2)]
     trainers = [

@@ -26,6 +26,7 @@ SETTINGS = [
     "trainer=scratch",
     "trainer.vocabulary_tokens=200",
     "trainer.num_threads=1",
+    "trainer.niceness=0",  # other tests run beside it
     "trainer.gate.min_heldout_rows=3",
     "data.batch_rows=4",
     "data.passes=2",

@@ -23,7 +23,7 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import send, staged
-from runtime.backends.transformers.cuda.step import MAX_DRAFTING, Picks, Step
+from runtime.backends.transformers.cuda.step import MAX_DRAFTING, PRIME_ROWS, Picks, Step
 from runtime.backends.transformers.cuda.target import MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
@@ -31,7 +31,6 @@ from runtime.speculation.sampling import Sampled
 
 WARM_UP_ROUNDS = 3  # behind one that captures
 WARM_UP_STEPS = 6  # of a round, in a row, as steps follow each other later
-PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
 AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 MAX_SEQUENCES = 2048  # of one step
 MAX_STEPS = 16  # in a row

@@ -23,7 +23,6 @@ from runtime.types import SamplingParams
 
 BLOCK_PLACES = Uniforms.BLOCK  # that are drawn and brought to the device at once
 RING_PLACES = 2 * BLOCK_PLACES  # a block is overwritten when all of the next one's numbers are still ahead
-NUM_PARAMS = 5
 TruncateRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]  # rows, limits, normalizers
 
 
@@ -47,16 +46,22 @@ class Settings:
 
 
 class Seats:
-    """Parameters and numbers of whoever sits in a row of the block table. Row 0 is nobody's, and greedy."""
+    """Parameters and numbers of whoever sits in a row of the block table: greedy, unless said otherwise. Row 0 is nobody's."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._params = torch.zeros(num_rows, NUM_PARAMS, dtype=torch.float64, device=device)
+        self._params = torch.tensor([_params_of(None)] * num_rows, dtype=torch.float64, device=device)
         self._uniforms = torch.zeros(num_rows, RING_PLACES, 2, dtype=torch.float64, device=device)
+        self._sampling: set[int] = set()  # rows that are not greedy
 
     def take(self, rows: Sequence[int], sampled: Sequence[Sampled | None]) -> None:
         """Whoever sits there from now on."""
-        values = torch.tensor([_params_of(one) for one in sampled], dtype=torch.float64)
-        self._params[self._index(rows)] = send(values, self._params.device)
+        changed = {row: one for row, one in zip(rows, sampled, strict=True) if one is not None or row in self._sampling}
+        if not changed:
+            return
+        self._sampling -= changed.keys()
+        self._sampling |= {row for row, one in changed.items() if one is not None}
+        values = torch.tensor([_params_of(one) for one in changed.values()], dtype=torch.float64)
+        self._params[self._index(list(changed))] = send(values, self._params.device)
 
     def fill(self, rows: Sequence[int], blocks: Sequence[int], sampled: Sequence[Sampled]) -> None:
         """Numbers of places 64 * block and so on, for each of these rows."""

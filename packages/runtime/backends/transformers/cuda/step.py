@@ -25,6 +25,7 @@ from runtime.backends.transformers.cuda.truncation import keep_best
 from runtime.eagle3.model import Eagle3Model
 
 MAX_DRAFTING = 128  # sequences of a step with drafts
+PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
 
 
 class Picks(Flag):
@@ -67,6 +68,7 @@ class Step:
         self._draft_keys = target.pool.add_plane(g.kv_heads, g.head_dim)
         self._draft_values = target.pool.add_plane(g.kv_heads, g.head_dim)
         self._draft_buffers = Buffers(num * self.recent, g, dtype, device)
+        self._prime_buffers = Buffers(PRIME_ROWS, g, dtype, device)
         self._draft_q = torch.empty(num, g.heads * g.head_dim, dtype=dtype, device=device)
         self._draft_head = Head(self.network.head, num, self.network.ids_of)
         return True
@@ -155,12 +157,11 @@ class Step:
         )  # fmt: skip
 
     def prime(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """The drafter's K/V of committed rows, int32 [n] each."""
+        """The drafter's K/V of committed rows, int32 [n] each, at most `PRIME_ROWS`."""
         assert self.network is not None
         nobody = dict.fromkeys(SEQUENCE_FIELDS, self.table_rows[:0])
         rows = Rows(ids, positions, slots, self._target.pool.device_table, **nobody, max_size=0)
-        buffers = Buffers(len(ids), self.network.geometry, self.network.fc.dtype, self._target.device)
-        self.catch_up(rows, buffers.x, buffers)
+        self.catch_up(rows, self._prime_buffers.x[: len(ids)], self._prime_buffers)
 
 
 class _Draws:

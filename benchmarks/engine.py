@@ -78,7 +78,7 @@ class Plan:
     domains: tuple[str, ...] = ()  # of the section never; none: the first ones
     num_domains: int = 4
     never_tokens: int = 64
-    never_requests: int = 4  # at least; else twice as many as at once
+    never_requests: int = 4  # at least; else three times as many as at once
     rounds: int = 3
     flat_requests: int = 10_000
     flat_concurrency: int = 64

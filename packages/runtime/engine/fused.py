@@ -298,6 +298,8 @@ class FusedSteps:
         histories = [work.request.session.history for work in works]
         sampled = [work.request.sampled for work in works]
         num_steps = self._num_in_a_row(works, depth, num_ahead)
+        if not self._steps:
+            self._elsewhere_s = 0.0  # it was spent before this one began
         is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
         self.num_steps += num_steps

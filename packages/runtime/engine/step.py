@@ -125,20 +125,19 @@ class Stepper:
         return [self._plan(request, share) for request in live if (share := shares.get(id(request), 1))]
 
     def _read_in_turn(self, prefilling: Sequence[Request]) -> dict[int, int]:
-        """By request's id: tokens of its prompt to read in this step, which may be none. Who waited longest comes first."""
+        """By request's id: tokens of its prompt to read in this step, which may be none. Who waited longest comes first, and of
+        those that waited alike, who has least to read."""
         self._num_turns += 1
         left, shares = self._prefill_chunk_tokens, {}
         share = max(LEAST_CHUNK_TOKENS, left // max(len(prefilling), 1))
         for request in prefilling:
             request.waits_since = request.waits_since or self._num_turns
-        for request in sorted(prefilling, key=lambda request: request.waits_since):
+        for request in sorted(prefilling, key=lambda request: (request.waits_since, _num_pending(request))):
             wanted = min(_num_pending(request), share, self._prefill_chunk_tokens)
-            shares[id(request)] = wanted if wanted <= left else 0
-            if wanted > left:
-                left = 0  # nobody overtakes
-                continue
-            left -= wanted
-            request.waits_since = self._num_turns + 1
+            shares[id(request)] = given = min(wanted, left)
+            left -= given
+            if given == wanted:  # who gets less, or nothing, keeps its place
+                request.waits_since = self._num_turns + 1
         return shares
 
     def _goes_on(self, request: Request) -> bool:

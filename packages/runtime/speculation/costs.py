@@ -150,7 +150,8 @@ class StepCosts(Costs):
             if more is not None:
                 break
         measured, host = self._measured(num_sessions, depth), self._host.get(bucket(num_sessions))
-        return max(measured + (more or 0.0), measured * LEAST_SHARE, host.median if host is not None else 0.0)
+        host_s = host.median if host is not None and host.is_trusted else 0.0
+        return max(measured + (more or 0.0), measured * LEAST_SHARE, host_s)
 
     def _measured(self, num_sessions: int, depth: int) -> float:
         num = self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]

@@ -136,6 +136,21 @@ def test_steps_with_drafts_come_in_a_row_where_sessions_are_many(fused: Fused, o
     audit(fused.engine, fused.target)
 
 
+def test_what_was_read_before_a_step_is_not_taken_off_its_time(target: Target, tokenizer: Tokenizer):
+    """Where nothing is under way, the step that a prompt's last token begins starts after the prompt was read."""
+    _, engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
+    session_id = engine.create_session().session_id
+    for seed in range(3):
+        engine.append(session_id, prompt_of(seed, 600))
+        listener = Listener()
+        engine.generate(session_id, replace(GREEDY, max_tokens=1), on_event=listener)
+        listener.wait()
+    assert engine._stepper._fused is not None
+    costs = engine._stepper._fused._costs[False]
+    assert min(value for recent in costs._host.values() for value in recent._values) > 0.0
+    engine.stop()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_turns_end_where_they_must_and_sessions_go_on(num_tokens: int, fused: Fused, oracle: Target):
     session_id = fused.engine.create_session().session_id

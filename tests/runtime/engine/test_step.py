@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -313,3 +315,32 @@ def test_what_goes_wrong_at_the_end_of_one_turn_ends_that_one_alone(
         listeners[0].wait()
     listeners[1].wait()
     assert listeners[1].token_ids == greedy_reference(target, prompt_of(2), len(listeners[1].token_ids))
+
+
+# --- whose prompt is read ---
+
+
+def test_prompts_take_turns_and_steps_are_full(make_engine: MakeEngine) -> None:
+    stepper = make_engine(prefill_chunk_tokens=100)._stepper
+
+    def reader(num_tokens: int) -> Request:
+        return cast(Request, SimpleNamespace(session=SimpleNamespace(history=[0] * num_tokens, cached=0), waits_since=0))
+
+    def read(*requests: Request) -> list[int]:
+        shares = stepper._read_in_turn(requests)
+        for request in requests:
+            request.session.cached += shares[id(request)]
+        return [shares[id(request)] for request in requests]
+
+    long = [reader(1000) for _ in range(4)]
+    waited = [0] * 4
+    for _ in range(20):
+        shares = read(*long)
+        assert sum(shares) == 100
+        waited = [0 if share else num + 1 for share, num in zip(shares, waited, strict=True)]
+        assert max(waited) <= 2, "nobody waits for longer than a round of all"
+    cached = [request.session.cached for request in long]
+    assert max(cached) - min(cached) <= 64
+    one, *_ = long
+    read(one)
+    assert read(one, reader(90), reader(5)) == [31, 64, 5], "of those that waited alike, who has little to read comes first"

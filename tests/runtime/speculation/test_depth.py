@@ -425,6 +425,8 @@ def test_whole_steps_never_seem_to_take_no_time() -> None:
 
 def test_where_the_host_takes_the_time_depth_costs_nothing() -> None:
     costs = StepCosts({(num, depth): 1.0 + 0.1 * depth for num in (1, 8) for depth in range(6)})
+    costs.record_host(8, 50.0)
+    assert costs.forward(8, 8, 100) == 1.0, "one alone says little: it may be the first, that had things to prepare"
     for _ in range(3):
         costs.record_host(8, 1.25)
     assert costs.forward(8, 8, 100) == 1.25

@@ -193,7 +193,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self) -> StreamDecoder:
-        return StreamDecoder(self._is_written, self._decode_few)
+        return StreamDecoder(self._is_written, self._decode_few, self.decode)
 
     def _say_is_written(self, token_id: int) -> bool | None:
         """Whether decoding writes this token out by itself; None: it skips it. Byte tokens are written together only."""
@@ -208,9 +208,13 @@ class StreamDecoder:
     text. Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
-    def __init__(self, is_written: Callable[[int], bool | None], decode: Callable[[tuple[int, ...]], str]) -> None:
-        self._is_written = is_written  # None: decoding skips the token
-        self._decode = decode
+    def __init__(
+        self,
+        is_written: Callable[[int], bool | None],  # None: decoding skips the token
+        decode: Callable[[tuple[int, ...]], str],  # of few ids, which come again: their texts may be remembered
+        decode_many: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._is_written, self._decode, self._decode_many = is_written, decode, decode_many
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
@@ -218,7 +222,7 @@ class StreamDecoder:
     def push(self, *token_ids: int) -> str:
         """Take tokens; return the text that became certain with them, often none."""
         if len(token_ids) > 1 and not self._pending and all(map(self._is_written, token_ids)):
-            text = self._decode((*self._context, *token_ids))
+            text = self._decode_many([*self._context, *token_ids])
             new = text[len(self._context_text) :]
             if new and _REPLACEMENT not in text:  # all is whole: the last token says how the next is written, or all of them
                 last = token_ids[-1:]

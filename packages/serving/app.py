@@ -101,10 +101,12 @@ def summary(config: ServingConfig, parts: Parts) -> str:
     if parts.capture is not None:
         used_mib = parts.capture.used_bytes() / 2**20
         capture = f"into {config.features_path} ({used_mib:.0f} of {config.features.budget_mib} MiB used)"
+    most = speculation.max_draft_tokens
+    depth = f"{speculation.mode.value}, up to {most} deep" if most else "which nothing is drafted with (speculation is off)"
     new = "go live by themselves" if config.registry.auto_activate else "wait for POST /v1/drafters/{version}/activate"
     lines = {
         "model": f"{info.name}, {info.num_layers} layers, {info.dtype} on {info.device}, context {info.max_positions}",
-        "drafter": f"{parts.engine.drafter_version}, {speculation.mode.value}, up to {speculation.max_draft_tokens} deep",
+        "drafter": f"{parts.engine.drafter_version}, {depth}",
         "capture": capture,
         "registry": f"{config.registry_path}; new versions {new}",
     }

@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from runtime.config import FeaturesConfig, RegistryConfig
+from runtime.config import FeaturesConfig, RegistryConfig, SpeculationConfig
 from runtime.errors import ConfigError
-from serving.app import HttpServer
+from serving.app import HttpServer, summary
 from serving.config import ServerConfig, ServingConfig
 
 from .conftest import StartServer, wait_for
@@ -93,6 +94,16 @@ def test_it_serves_until_a_signal_and_leaves_its_provenance(tmp_path: Path, prog
     [run] = (tmp_path / "serving").iterdir()
     assert json.loads((run / "provenance.json").read_text())["versions"]["torch"]
     assert "tiny" in (run / "config.yaml").read_text()
+
+
+def test_the_first_lines_say_what_is_drafted_with() -> None:
+    info = SimpleNamespace(name="tiny", num_layers=6, dtype="float32", device="cpu", max_positions=2048)
+    parts = cast(Any, SimpleNamespace(engine=SimpleNamespace(info=info, drafter_version="v7"), capture=None))
+    assert "drafter   v7, adaptive, up to 5 deep" in summary(
+        ServingConfig(speculation=SpeculationConfig(max_draft_tokens=5)), parts
+    )
+    off = ServingConfig(speculation=SpeculationConfig(max_draft_tokens=0))
+    assert "drafter   v7, which nothing is drafted with (speculation is off)" in summary(off, parts)
 
 
 def test_the_garbage_collector_does_not_look_at_what_was_loaded(tmp_path: Path, programs: list[Program]) -> None:

@@ -305,9 +305,10 @@ class Trainer:
         """The first rows of this rank: max_rows of them, or until all ranks together have num_tokens generated tokens, or what
         there is when nothing more will come."""
         while True:
+            is_live = self._stream.is_live  # asked first: the last rows may come, and nothing more, right after a look
             rows = self._stream.preview(max_rows, BETTER * num_tokens)
             [seen] = self._world.sum([int(generated_counts(rows, self._target.vocab_size).sum())])
-            is_full, is_live = self._world.any(len(rows) == max_rows, self._stream.is_live)
+            is_full, is_live = self._world.any(len(rows) == max_rows, is_live)
             if seen >= num_tokens or is_full or not is_live or self._is_over(None):
                 return [] if self._is_stopped() else rows
             self._progress.gathering(round(seen), num_tokens)

@@ -153,11 +153,12 @@ class OnlineStream:
         """Fresh rows first, up to what data.replay_share leaves them, then rows that were trained before: beside fresh ones
         any, else those whose passes are not used up. While rows may still be arriving, a batch waits until it is full."""
         size = self._config.batch_rows
+        is_live = self.is_live  # asked first: rows may come, and nothing more, right after they were looked for
         reserved = min(round(size * self._config.replay_share), len(self._replay), size - 1)
         self._lease(size - reserved)
         fresh = [row for _, row in list(self._fresh.values())[: size - reserved]]
         is_early = time.monotonic() - self._arrived_at < self._config.fill_wait_s
-        if len(fresh) + max(self._replay.num_left, reserved) < size and is_early and self.is_live:
+        if len(fresh) + max(self._replay.num_left, reserved) < size and is_early and is_live:
             return []
         replayed: list[TrainingRow] = []
         if fresh and reserved:

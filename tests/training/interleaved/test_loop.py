@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -242,6 +243,31 @@ def test_a_leak_beside_an_error_is_noted_on_it(make_loop) -> None:
     [thread] = producers()
     release.set()
     thread.join(SOON_S)
+
+
+@pytest.mark.parametrize("error", [None, OSError("the prompts are gone")])
+def test_rows_that_come_and_end_right_after_a_look_for_the_first_ones_are_trained(make_loop, monkeypatch, error) -> None:
+    loop = make_loop()
+    looked, ended = threading.Event(), threading.Event()
+    preview, drive = loop.loader.preview, loop.drive(3, error)
+
+    def look(num_rows: int, num_tokens: int) -> list[TrainingRow]:
+        rows = preview(num_rows, num_tokens)
+        looked.set()
+        ended.wait()
+        return rows
+
+    def drive_once_looked(should_stop: Callable[[], bool]) -> None:
+        looked.wait()
+        try:
+            drive(should_stop)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(loop.loader, "preview", look)
+    with contextlib.nullcontext() if error is None else pytest.raises(OSError, match="gone"):
+        loop.run(drive_once_looked)
+    assert [step["num_rows"] for step in loop.state.events("step")] == [3]
 
 
 # --- the rows ---

@@ -7,9 +7,8 @@
                logit in float32, 0.4 in bfloat16, or the run fails
     sampled    greedy requests beside sampled ones, and those with top_p
     many       as many plain sessions at once as a capture has, ids only
-    tiles      steps with a chain of 5 under other tiles of the products than those that `launch.tile` chooses
 
-On a CPU the parts run too, small and without `tests`, `steps` and `tiles`, which need the device. The comparison of adaptive
+On a CPU the parts run too, small and without `tests` and `steps`, which need the device. The comparison of adaptive
 with every fixed depth is `engine.py --device cuda --sections never`.
 
     python benchmarks/cuda_check.py prompts.jsonl --out check.json --parts steps baselines sampled many
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,23 +43,12 @@ from runtime.errors import SlipstreamError
 from runtime.models import Tokenizer, resolve
 from training.judging.oracle import LIMITS, Oracle
 
-PARTS = ("tests", "steps", "baselines", "sampled", "many", "tiles")
+PARTS = ("tests", "steps", "baselines", "sampled", "many")
 NO_STEPS = "whole steps on the device need a CUDA device and a model that its kernels know"
 TESTS = ("tests/runtime/backends/transformers/cuda", "tests/runtime/engine/test_fused.py")
-KINDS = ("linear", "qkv", "gate_up", "head")
-TILES: dict[str, tuple[Sequence[str], dict[str, int]]] = {
-    "chosen": ((), {}),
-    "16 high": (KINDS, {"bm": 16}),
-    "32 high": (KINDS, {"bm": 32}),
-    "64 high": (KINDS, {"bm": 64}),
-    "linear 16 wide": (("linear",), {"bn": 16}),
-    "linear 32 wide": (("linear",), {"bn": 32}),
-    "gate_up 32 wide": (("gate_up",), {"bn": 32}),
-    "linear and gate_up 32 wide": (("linear", "gate_up"), {"bn": 32}),
-    "chosen again": ((), {}),
-}
 PROMPT_TOKENS = 64
 DEPTHS = (0, 1, 3, 5, 7)
+STEP_ROUNDS, STEPS_IN_A_ROW = 6, 8
 Row = dict[str, Any]
 
 
@@ -117,7 +104,7 @@ class Check:
         return {"ok": done.returncode == 0, "seconds": time.perf_counter() - began, "told": told[-60:]}
 
     def steps(self) -> Row:
-        """Medians over steps in a row, of sessions with a history of a few hundred tokens."""
+        """Of sessions with a history of a few hundred tokens."""
         served = self.served(SpeculationMode.FIXED, max(self.sizes))
         target = served.target
         if not isinstance(target, Fuses):
@@ -125,13 +112,11 @@ class Check:
         decoder = _decoder(served)
         found: Row = {}
         for size in self.sizes:
-            found[str(size)] = {}
-            for depth in [depth for depth in DEPTHS if depth <= decoder.depth_of(size)]:
-                seconds = _step_seconds(target, decoder, self.chosen(size), depth, 30)
-                found[str(size)][str(depth)] = {"ms": 1000 * seconds}
-            plain = found[str(size)]["0"]["ms"]
-            for row in found[str(size)].values():
-                row["plain_steps"] = row["ms"] / plain
+            depths = [depth for depth in DEPTHS if depth <= decoder.depth_of(size)]
+            seconds = _step_seconds(target, decoder, self.chosen(size), depths)
+            found[str(size)] = {
+                str(depth): {"ms": 1000 * taken, "plain_steps": taken / seconds[0]} for depth, taken in seconds.items()
+            }
             say(f"steps of {size}")
         return found
 
@@ -175,29 +160,6 @@ class Check:
         arms = {"ids only": self._ours(served, detokenize=False), "with text": self._ours(served)}
         return {"tokens_per_s": self._race(arms, sizes)[0]}
 
-    def tiles(self) -> Row:
-        """Milliseconds by number of sessions and tile; `chosen`: as `launch.tile` says."""
-        served = self.served(SpeculationMode.FIXED, 64)
-        target = served.target
-        if not isinstance(target, Fuses):
-            return {"skipped": NO_STEPS}
-        from runtime.backends.transformers.cuda import launch
-        from runtime.backends.transformers.cuda.target import Graphs
-
-        decoder, chosen = _decoder(served), launch.tile
-        found: Row = {}
-        try:
-            for name, (kinds, sizes) in TILES.items():
-                launch.tile = _with(chosen, kinds, sizes)
-                decoder._graphs = Graphs(target.device)  # type: ignore[attr-defined]
-                for size in (4, 8, 16, 32, 64):
-                    seconds = _step_seconds(target, decoder, self.chosen(size), 5, 30)
-                    found.setdefault(str(size), {})[name] = {"ms": 1000 * seconds}
-                say(f"tiles: {name}")
-        finally:
-            launch.tile = chosen
-        return {"ms": found}
-
     # --- how they are measured ---
 
     def _ours(self, served: Served, **fields: Any) -> Callable[[list[list[int]]], list[list[int]]]:
@@ -232,28 +194,28 @@ def _decoder(served: Served) -> Any:
     return fused._decoder
 
 
-def _with(chosen: Callable[..., Any], kinds: Sequence[str], sizes: dict[str, int]) -> Callable[..., Any]:
-    """As chosen, but for these sizes in tiles of these kinds."""
-    return lambda kind, *args: replace(chosen(kind, *args), **(sizes if kind in kinds else {}))
-
-
-def _step_seconds(target: Fuses, decoder: Any, prompts: Sequence[Sequence[int]], depth: int, rounds: int) -> float:
+def _step_seconds(target: Fuses, decoder: Any, prompts: Sequence[Sequence[int]], depths: Sequence[int]) -> dict[int, float]:
+    """Medians by depth, which take turns: a few steps of each from the same histories on."""
     caches = [target.new_cache() for _ in prompts]
     histories = [list(prompt) * 4 for prompt in prompts]
     for cache, history in zip(caches, histories, strict=True):
         target.forward([Segment(cache, history[:-1], num_logits=0)])
         target.commit(cache, range(len(history) - 1))
-    seconds = []
-    for number in range(-5, rounds):
-        began = time.perf_counter()
-        decoder.launch(caches, histories, [None] * len(caches), depth)
-        decoder.collect([True] * len(caches))
-        if number >= 0:
-            seconds.append(time.perf_counter() - began)
+    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
+    for number in range(-1, STEP_ROUNDS):  # the first one is for warming up
+        for depth in turns(list(depths), number):
+            for step in range(-2, STEPS_IN_A_ROW):
+                began = time.perf_counter()
+                decoder.launch(caches, histories, [None] * len(caches), depth)
+                decoder.collect([True] * len(caches))
+                if number >= 0 and step >= 0:
+                    seconds[depth].append(time.perf_counter() - began)
+            for cache, history in zip(caches, histories, strict=True):
+                decoder.leave(cache)
+                target.truncate(cache, len(history) - 1)
     for cache in caches:
-        decoder.leave(cache)
         target.drop(cache)
-    return median(seconds)
+    return {depth: median(taken) for depth, taken in seconds.items()}
 
 
 @torch.inference_mode()
@@ -307,10 +269,6 @@ def page(result: Row) -> str:
             header = ["sessions", *(f"depth {depth}: ms, plain steps" for depth in DEPTHS)]
             cells = [[size, *(_step_cell(row.get(str(depth))) for depth in DEPTHS)] for size, row in rows]
             parts.append(table(header, cells))
-        elif by_size := part.get("ms"):
-            names = list(next(iter(by_size.values())))
-            rows = [[size, *(row[name]["ms"] for name in names)] for size, row in by_size.items()]
-            parts.append(table(["sessions: ms a step", *names], rows))
         else:
             parts.append("\n".join(part.get("told", [part.get("skipped", "")])))
         if gaps := part.get("gaps"):

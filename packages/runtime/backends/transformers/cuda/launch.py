@@ -5,7 +5,9 @@ Nothing here allocates or waits, so all of it can stand in a CUDA graph. Tensors
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS
 from runtime.backends.transformers.cuda.network import Geometry, Layer
 
 MAX_SPLITS = 16  # parts of the keys of one sequence that are attended to side by side
-MAX_SPLIT_ROWS = 256  # more rows fill the device without splitting
+MAX_PART_ROWS = 4096  # of all parts of all sequences
+MAX_QUERIES = 12288  # of all programs that parts are made for: more fill the device without (`benchmarks/cuda_tiles.py`)
+MANY = sys.maxsize
 NO_WINDOW = 2**30  # in place of a policy's window
-SHARED_BYTES = 160 * 1024  # of a program's tiles, on the safe side of what a device has
+SHARED_BYTES = 160 * 1024  # of a program's tiles, where the device does not say
+SPARE_BYTES = 16 * 1024  # of what it says: for all else that a program keeps there
 SEQUENCE_FIELDS = ("table_rows", "starts", "sizes", "lengths", "sinks", "windows")
 
 
@@ -57,8 +62,8 @@ class Buffers:
     device: torch.device
     q: torch.Tensor = field(init=False)  # [T, heads * D]
     o: torch.Tensor = field(init=False)  # [T, heads * D]
-    parts: torch.Tensor = field(init=False)  # float32 [MAX_SPLITS * T * heads * D]
-    lse: torch.Tensor = field(init=False)  # float32 [MAX_SPLITS * T * heads]
+    parts: torch.Tensor = field(init=False)  # float32 [parts of all rows * heads * D]
+    lse: torch.Tensor = field(init=False)  # float32 [parts of all rows * heads]
     act: torch.Tensor = field(init=False)  # [T, I]
     x: torch.Tensor = field(init=False)  # [T, H] the residual stream behind a layer
     mid: torch.Tensor = field(init=False)  # [T, H] and behind its attention
@@ -76,9 +81,9 @@ class Buffers:
         self.x, self.mid, self.scaled, *self.aux = (torch.empty(n, g.hidden, **make) for _ in range(6))
         self.act, self.hidden = torch.empty(n, g.intermediate, **make), torch.empty(n, 4 * g.hidden, **make)
         self.squares = torch.empty(n * cdiv(g.hidden, 16), dtype=torch.float32, device=self.device)
-        split_rows = min(n, MAX_SPLIT_ROWS) * MAX_SPLITS
-        self.parts = torch.zeros(split_rows * g.heads * g.head_dim, dtype=torch.float32, device=self.device)
-        self.lse = torch.zeros(split_rows * g.heads, dtype=torch.float32, device=self.device)
+        part_rows = min(n * MAX_SPLITS, MAX_PART_ROWS)
+        self.parts = torch.zeros(part_rows * g.heads * g.head_dim, dtype=torch.float32, device=self.device)
+        self.lse = torch.zeros(part_rows * g.heads, dtype=torch.float32, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -96,23 +101,70 @@ class Tile:
         return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "num_warps": self.warps, "num_stages": self.stages}
 
 
+# By product, the tiles of up to so many rows: few rows only stream the weights, and many narrow programs share that work.
+# `benchmarks/cuda_tiles.py` measures them beside others.
+TILES = {
+    "qkv": (
+        (128, Tile(16, 32, 64, 4, 6)), (256, Tile(64, 16, 64, 4, 5)), (1024, Tile(64, 32, 64, 4, 6)),
+        (MANY, Tile(128, 64, 64, 8, 4)),
+    ),
+    "linear": (
+        (48, Tile(16, 16, 128, 4, 5)), (96, Tile(16, 32, 128, 4, 5)), (192, Tile(64, 16, 128, 4, 5)),
+        (384, Tile(64, 32, 128, 4, 5)), (MANY, Tile(64, 64, 128, 4, 5)),
+    ),
+    "gate_up": (
+        (32, Tile(16, 32, 64, 4, 5)), (64, Tile(64, 16, 64, 4, 5)), (128, Tile(64, 32, 64, 4, 5)), (256, Tile(64, 64, 64, 4, 5)),
+        (1024, Tile(64, 32, 64, 4, 3)), (MANY, Tile(128, 64, 64, 8, 4)),
+    ),
+    "head": (
+        (16, Tile(16, 128, 64, 4, 3)), (32, Tile(32, 128, 64, 4, 3)), (64, Tile(64, 128, 64, 4, 3)),
+        (MANY, Tile(128, 128, 64, 8, 3)),
+    ),
+}  # fmt: skip
+
+
 def tile(kind: str, num_rows: int, k: int, itemsize: int = 2) -> Tile:
-    """Of a product of num_rows rows, K wide. Few rows only stream the weights: many narrow programs share that work."""
-    if num_rows > 1024 and kind != "linear":
-        return _fitting(Tile(128, 128 if kind == "head" else 64, 64, 8, 4), k, itemsize)
-    few, some = (16, 64) if kind == "head" else (72, 72)  # no 32 but there: `benchmarks/cuda_check.py`, its part `tiles`
-    bm = 16 if num_rows <= few else 32 if num_rows <= some else 64
-    bn = 64 if kind == "head" or num_rows > 128 else 16 if kind == "linear" and num_rows <= 64 else 32
-    bk = 128 if k >= 1024 or kind == "gate_up" else 64
-    return _fitting(Tile(bm, bn, bk, 4, 4 if kind in ("linear", "head") else 6), k, itemsize)
+    """Of a product of num_rows rows, K wide."""
+    wanted = next(tile for most, tile in TILES[kind] if num_rows <= most)
+    if kind == "head" and wanted.bm == 128 and -num_rows % 128 >= 64:  # half of the last one would be empty
+        wanted = replace(wanted, bm=64)
+    if kind == "linear" and k < 1024:
+        wanted = replace(wanted, bk=64)
+    return _fitting(wanted, k, itemsize, 2 if kind in ("qkv", "gate_up") else 1)
 
 
-def _fitting(wanted: Tile, k: int, itemsize: int) -> Tile:
-    """No wider than the product, and with no more stages than there is room for."""
+def _fitting(wanted: Tile, k: int, itemsize: int, num_weights: int) -> Tile:
+    """No wider than the product, and with no more stages than there is room for: of x and so many weights."""
     bk, stages = min(wanted.bk, max(16, next_power_of_2(k))), wanted.stages
-    while stages > 1 and (wanted.bm + 2 * wanted.bn) * bk * itemsize * stages > SHARED_BYTES:
+    while stages > 1 and (wanted.bm + num_weights * wanted.bn) * bk * itemsize * stages > _shared_bytes():
         stages -= 1
     return replace(wanted, bk=bk, stages=stages)
+
+
+@cache
+def _shared_bytes() -> int:
+    if not torch.cuda.is_available():  # the interpreter's
+        return SHARED_BYTES
+    has: int = getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", SHARED_BYTES + SPARE_BYTES)
+    return has - SPARE_BYTES
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """What one program of attention looks at: a part of a sequence's keys, BN of them at a time."""
+
+    splits: int  # parts of the keys of one sequence that are attended to side by side
+    bn: int
+    warps: int = 4
+    stages: int = 2
+
+
+def key_tile(head_dim: int, bm: int, num_rows: int, num_programs: int) -> KeyTile:
+    """Of num_rows rows for which num_programs programs, of BM queries each, look at all keys of their sequence."""
+    splits = 1
+    while splits < MAX_SPLITS and 2 * splits * num_rows <= MAX_PART_ROWS and 2 * splits * num_programs * bm <= MAX_QUERIES:
+        splits *= 2
+    return KeyTile(splits, 64 if head_dim <= 128 else 32)
 
 
 def linear_tiles(num_rows: int, n: int, itemsize: int) -> int:
@@ -167,23 +219,21 @@ def qkv(
 def attend(
     layer: Layer, g: Geometry, rows: Rows, buffers: Buffers, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor
 ) -> None:
-    """Attention of all rows into `buffers.o`, by way of parts where splitting the keys fills the device better."""
+    """Attention of all rows into `buffers.o`, by way of parts where `key_tile` splits the keys."""
     pairs = rows.max_size * (g.heads // g.kv_heads)
     bm = max(16, min(64, next_power_of_2(pairs)))
     tiles = cdiv(pairs, bm)
-    splits = 1
-    while splits < MAX_SPLITS and rows.num_rows <= MAX_SPLIT_ROWS and rows.num_sequences * tiles * g.kv_heads * splits <= 132:
-        splits *= 2
-    attention.attention_kernel[(rows.num_sequences, tiles, g.kv_heads * splits)](
-        q, keys, values, buffers.o if splits == 1 else buffers.parts, buffers.lse, rows.table, rows.table.stride(0),
+    t = key_tile(g.head_dim, bm, rows.num_rows, rows.num_sequences * tiles * g.kv_heads)
+    attention.attention_kernel[(rows.num_sequences, tiles, g.kv_heads * t.splits)](
+        q, keys, values, buffers.o if t.splits == 1 else buffers.parts, buffers.lse, rows.table, rows.table.stride(0),
         rows.table_rows, rows.starts, rows.sizes, rows.lengths, rows.positions,
         rows.positions if rows.ancestors is None else rows.ancestors, rows.sinks, rows.windows, g.head_dim**-0.5, rows.num_rows,
         HEADS=g.heads, KV_HEADS=g.kv_heads, D=g.head_dim, BLOCK=BLOCK_TOKENS, LAYER_WINDOW=layer.window,
-        TREE=rows.ancestors is not None, SPLITS=splits, BM=bm, BN=64 if g.head_dim <= 128 else 32, num_warps=4, num_stages=2,
+        TREE=rows.ancestors is not None, SPLITS=t.splits, BM=bm, BN=t.bn, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
-    if splits > 1:
+    if t.splits > 1:
         kernels.merge_kernel[(rows.num_rows, g.heads)](
-            buffers.parts, buffers.lse, buffers.o, rows.num_rows, HEADS=g.heads, D=g.head_dim, SPLITS=splits, num_warps=1
+            buffers.parts, buffers.lse, buffers.o, rows.num_rows, HEADS=g.heads, D=g.head_dim, SPLITS=t.splits, num_warps=1
         )
 
 
@@ -208,23 +258,21 @@ def linear(
     )  # fmt: skip
 
 
-def mlp(layer: Layer, g: Geometry, buffers: Buffers, out: torch.Tensor, next_gain: torch.Tensor | None) -> None:
-    """out = x + down(silu(gate) * up), x [T, H] in buffers.mid; what the next norm needs is passed on."""
-    num_rows = out.shape[0]
-    t = tile("gate_up", num_rows, g.hidden, out.element_size())
-    tiles = linear_tiles(num_rows, g.hidden, out.element_size())
+def gate_up(layer: Layer, g: Geometry, buffers: Buffers, num_rows: int) -> None:
+    """silu(gate) * up of so many rows into buffers.act."""
+    t = tile("gate_up", num_rows, g.hidden, buffers.act.element_size())
+    tiles = linear_tiles(num_rows, g.hidden, buffers.act.element_size())
     kernels.gate_up_kernel[(cdiv(num_rows, t.bm), cdiv(g.intermediate, t.bn))](
         buffers.scaled, buffers.squares, layer.gate_up, buffers.act, num_rows, g.eps, K=g.hidden,
         WIDTH=g.intermediate, TILES=tiles, TP=next_power_of_2(tiles), **t.options,
     )  # fmt: skip
-    linear(
-        buffers.act[:num_rows],
-        layer.down,
-        out,
-        residual=buffers.mid[:num_rows],
-        gain=next_gain,
-        buffers=buffers,
-    )
+
+
+def mlp(layer: Layer, g: Geometry, buffers: Buffers, out: torch.Tensor, next_gain: torch.Tensor | None) -> None:
+    """out = x + down(silu(gate) * up), x [T, H] in buffers.mid; what the next norm needs is passed on."""
+    n = out.shape[0]
+    gate_up(layer, g, buffers, n)
+    linear(buffers.act[:n], layer.down, out, residual=buffers.mid[:n], gain=next_gain, buffers=buffers)
 
 
 def keep_states(

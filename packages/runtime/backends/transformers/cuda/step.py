@@ -76,7 +76,8 @@ class Step:
     def run(self, num: int, depth: int, picks: Picks) -> None:
         """For whoever sits in the first `num` of `table_rows`; what it emits comes to lie in `result`, [num, depth + 2]."""
         target, table = self._target, self._target.pool.device_table
-        plan = self._plans.setdefault((num, depth), _Plan(num, depth, self.recent, table, self.table_rows[:num]))
+        if (plan := self._plans.get((num, depth))) is None:  # made by the first run: in a graph its zeros would be set each time
+            plan = self._plans[num, depth] = _Plan(num, depth, self.recent, table, self.table_rows[:num])
         width = next_power_of_2(self.recent)
         drafting.plan_kernel[(num,)](
             self.table_rows, self.state, self.state.stride(0), table, table.stride(0), plan.verify.sinks, plan.verify.windows,

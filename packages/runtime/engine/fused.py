@@ -38,13 +38,14 @@ from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import PLAIN, Group, Pacer, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
-MANY_SESSIONS = 48  # from so many on plain steps come in a row,
-ROW_SECONDS = 0.03  # for about so long: new requests wait meanwhile,
-PATIENT_SECONDS = 0.2  # or for so long where nobody minds
+SOME_SESSIONS = 12  # from so many on steps come in a row,
+MANY_SESSIONS = 48  # and from so many on in longer ones,
+ROW_SECONDS = 0.03  # but none much longer than this: new requests wait meanwhile,
+PATIENT_SECONDS = 0.2  # or this where nobody minds
 LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
-PACED_STEPS = 4  # at most, where somebody could draft: the pacer looks between rows only
-MANY_DRAFTING = 12  # from so many on steps with drafts do too,
-DRAFTED_STEPS = 2  # so many: who ends in between has taken the place of somebody else
+PLAIN_STEPS = 4  # of a row; any number where many sessions are and none could draft: the pacer looks between rows only
+DRAFTED_STEPS = (2, 3)  # of some sessions and of many: who ends in between has taken the place of somebody else
+STEPS_BESIDE_PROMPTS = 2  # at most where nothing is drafted: a prompt has a chunk of it read between two rows
 
 
 class Outcome(NamedTuple):
@@ -307,11 +308,15 @@ class FusedSteps:
 
     def _num_in_a_row(self, works: list[Work], depth: int, num_ahead: Mapping[int, int]) -> int:
         """Steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
-        many, most = (MANY_DRAFTING, DRAFTED_STEPS) if depth else (MANY_SESSIONS, PACED_STEPS)
-        if len(works) < many or not (self._is_alone or self._is_patient):
+        if len(works) < SOME_SESSIONS:
             return 1
-        if all(work.ask is None for work in works):
-            most = self._decoder.max_steps
+        are_many = len(works) >= MANY_SESSIONS
+        if depth:
+            most = DRAFTED_STEPS[are_many]
+        elif not (self._is_alone or self._is_patient):
+            most = STEPS_BESIDE_PROMPTS
+        else:
+            most = self._decoder.max_steps if are_many and all(work.ask is None for work in works) else PLAIN_STEPS
         of_one = min(
             (seconds for (num, deep), seconds in self._seconds.items() if deep == depth and num >= len(works)), default=0.0
         )

@@ -85,7 +85,7 @@ def prompt_of(seed: int, size: int) -> list[int]:
 def in_a_row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether two sessions are many: then their steps with drafts come in a row."""
     if request.param:
-        monkeypatch.setattr("runtime.engine.fused.MANY_DRAFTING", 2)
+        monkeypatch.setattr("runtime.engine.fused.SOME_SESSIONS", 2)
     return request.param
 
 

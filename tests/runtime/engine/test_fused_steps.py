@@ -114,7 +114,7 @@ def test_the_last_tokens_of_turns_need_no_forward_of_their_own(fused: Fused, ora
 
 def test_steps_with_drafts_come_in_a_row_where_sessions_are_many(fused: Fused, oracle: Target, monkeypatch: pytest.MonkeyPatch):
     """Answers of any length, that ends at a limit, a token or a text, as if each step had been looked at."""
-    monkeypatch.setattr("runtime.engine.fused.MANY_DRAFTING", 2)
+    monkeypatch.setattr("runtime.engine.fused.SOME_SESSIONS", 2)
     prompts = [prompt_of(seed, 8) for seed in range(8)]
     texts = [greedy_reference(oracle, prompt, 30) for prompt in prompts]
     limits = [replace(GREEDY, max_tokens=30 - 3 * number) for number in range(8)]
@@ -245,6 +245,7 @@ def test_a_seed_says_the_same_here_and_there_beside_greedy_sessions(fused: Fused
 
 def test_many_sessions_take_several_plain_steps_in_a_row(fused: Fused, oracle: Target, monkeypatch: pytest.MonkeyPatch):
     """Every session its own tokens, none twice; a stop and a limit in the middle of a row end the turn there."""
+    monkeypatch.setattr("runtime.engine.fused.SOME_SESSIONS", 2)
     monkeypatch.setattr("runtime.engine.fused.MANY_SESSIONS", 3)
     off = SessionOptions(drafter_policy=DrafterPolicy("off"))
     prompts = [prompt_of(seed, 6 + seed) for seed in range(5)]

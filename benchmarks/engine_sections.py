@@ -26,6 +26,8 @@ Row = dict[str, Any]
 Say = Callable[[str], None]
 Name = TypeVar("Name")
 ADAPTIVE = "adaptive"  # the name of that arm
+FULL_ROUNDS = 2  # of the section never, with all depths
+HOPEFUL = 0.75  # of the best depth's rate: what comes less near has no part in the rounds after those
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def never_slower(
     All arms do the same work: an answer is as long as plain decoding made it, which is asked first, wherever it would end by
     itself. A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while
     touches one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is
-    taken, or luck would choose it.
+    taken, or luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
@@ -233,7 +235,7 @@ def never_slower(
         for cell in cells:
             num_requests, here = max(least_requests, 3 * cell.concurrency), texts[cell.domain]
             chosen, lengths = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
-            for name in turns(list(arms), number):
+            for name in turns(cell.arms(), number):
                 served, fields = arms[name]
                 cell.note(name, served.run(chosen, cell.concurrency, lengths, ignore_eos=True, **fields))
             say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: adaptive / best fixed {cell.ratio:.3f}")
@@ -253,9 +255,17 @@ class _Cell:
         for answer in answers if arm == ADAPTIVE else ():
             self._drafted.add(answer.stats)
 
+    def arms(self) -> list[str]:
+        """Those of the next round: adaptive, and the depths whose best round, of at least FULL_ROUNDS, came near the best."""
+        best = {name: max(rates, default=0.0) for name, rates in self._rates.items() if name != ADAPTIVE}
+        if len(self._rates[ADAPTIVE]) < FULL_ROUNDS:
+            return list(self._rates)
+        return [ADAPTIVE, *(name for name, rate in best.items() if rate >= HOPEFUL * max(best.values()))]
+
     @property
     def ratio(self) -> float:
-        return _against_best(self._rates[ADAPTIVE], [rates for name, rates in self._rates.items() if name != ADAPTIVE])
+        mine = self._rates[ADAPTIVE]
+        return _against_best(mine, [self._rates[name] for name in self.arms() if name != ADAPTIVE])
 
     def row(self) -> Row:
         return {

@@ -174,3 +174,15 @@ def test_an_arm_that_says_something_else_when_asked_again_is_found() -> None:
 def test_arms_take_turns() -> None:
     names = ["a", "b", "c"]
     assert [engine_sections.turns(names, number) for number in range(3)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_depths_far_behind_sit_out_later_rounds_and_the_others_are_compared_round_by_round() -> None:
+    cell = engine_sections._Cell("chat", 1, ["adaptive", "0", "3", "5"])
+    rates = {"adaptive": [9.0, 12.0, 10.0], "0": [5.0, 5.1], "3": [10.0, 11.0, 12.5], "5": [8.0, 10.0, 9.0]}
+    for number in range(3):
+        for arm in cell.arms():
+            answer = Answer(0.0, list(range(int(1000 * rates[arm][number]))), [], 1000.0)
+            cell.note(arm, [answer])
+    assert cell.arms() == ["adaptive", "3", "5"]
+    assert cell.row()["rounds"] == rates
+    assert cell.ratio == pytest.approx(0.9), "the median of 9 / 10, 12 / 11 and 10 / 12.5, the depth of 3 being the best"

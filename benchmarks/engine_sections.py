@@ -289,8 +289,10 @@ def _against_best(mine: Sequence[float], others: Sequence[Sequence[float]]) -> f
 
 
 def _throughput(answers: Sequence[Answer]) -> float:
-    began, ended = min(answer.began_at for answer in answers), max(answer.ended_at for answer in answers)
-    return sum(len(answer.token_ids) for answer in answers) / (ended - began)
+    """Tokens per second while all places are taken: until the last request begins. Behind that, how long the longest answers
+    are would count, and not how many tokens so many requests at once get."""
+    began, until = min(answer.began_at for answer in answers), max(answer.began_at for answer in answers)
+    return sum(answer.num_between(began, until) for answer in answers) / (until - began)
 
 
 def flatness(served: Served, num_requests: int, concurrency: int, say: Say) -> Row:

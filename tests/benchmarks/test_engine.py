@@ -181,8 +181,8 @@ def test_depths_far_behind_sit_out_later_rounds_and_the_others_are_compared_roun
     rates = {"adaptive": [9.0, 12.0, 10.0], "0": [5.0, 5.1], "3": [10.0, 11.0, 12.5], "5": [8.0, 10.0, 9.0]}
     for number in range(3):
         for arm in cell.arms():
-            answer = Answer(0.0, list(range(int(1000 * rates[arm][number]))), [], 1000.0)
-            cell.note(arm, [answer])
+            times = [1.0] * int(10 * rates[arm][number])
+            cell.note(arm, [Answer(0.0, [], [*times, 20.0]), Answer(10.0, [], [11.0])])
     assert cell.arms() == ["adaptive", "3", "5"]
     assert cell.row()["rounds"] == rates
     assert cell.ratio == pytest.approx(0.9), "the median of 9 / 10, 12 / 11 and 10 / 12.5, the depth of 3 being the best"

@@ -18,7 +18,8 @@ from runtime.engine.holdings import Holdings
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.sessions.session import DraftState, Session
-from runtime.speculation.depth import Ask, Pacer
+from runtime.speculation.depth import Pacer
+from runtime.speculation.shape import Ask
 
 log = logging.getLogger(__name__)
 

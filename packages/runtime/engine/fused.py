@@ -35,7 +35,8 @@ from runtime.errors import EngineUnavailable
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdicts
 from runtime.speculation.costs import StepCosts
-from runtime.speculation.depth import PLAIN, Group, Pacer, Shape
+from runtime.speculation.depth import Pacer
+from runtime.speculation.shape import PLAIN, Group, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 SOME_SESSIONS = 12  # from so many on steps come in a row,
@@ -284,7 +285,9 @@ class FusedSteps:
         asks = [work.ask for work in drafting if work.ask is not None]
         if self._costs:
             self._pacer.costs = self._costs[_has_sampled(works)]
-        shapes = self._pacer.choose(asks, len(works), _context(works)) if asks else []
+        shapes = self._pacer.held(asks, len(works)) if asks else []
+        if shapes is None:
+            shapes = self._pacer.choose(asks, len(works), _context(works))
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
         depth = min(max((shape.depth for shape in shapes), default=0), limit)
         shared = Shape(depth)
@@ -360,7 +363,7 @@ class FusedSteps:
         for _, launched, verdict in landed.works:
             if launched.ask is not None and launched.drafter is self._loaded:
                 numbers = num_accepted.setdefault((launched.ask.version, launched.ask.kind), [])
-                numbers.extend(size - 1 for size in verdict.sizes)
+                numbers.extend([size - 1 for size in verdict.sizes])
         for group, numbers in num_accepted.items():
             self._pacer.record_chains(group, flight.depth, numbers)
 

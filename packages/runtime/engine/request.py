@@ -21,9 +21,9 @@ from runtime.features.tap import CapturedTurn
 from runtime.models.tokenizer import Tokenizer
 from runtime.sessions.session import Session, State
 from runtime.speculation.accept import Verdict, Verdicts
-from runtime.speculation.depth import GREEDY, SAMPLED, SEEDED, Ask
 from runtime.speculation.grammar import GrammarState
 from runtime.speculation.sampling import Processor, Sampled, Uniforms, token_logprobs
+from runtime.speculation.shape import GREEDY, SAMPLED, SEEDED, Ask
 from runtime.speculation.stops import StopMatcher
 from runtime.types import (
     Done,

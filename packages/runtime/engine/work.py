@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from runtime.backends.base import Segment
 from runtime.drafters.base import Draft, Drafter, IsEnough
 from runtime.engine.request import Request
-from runtime.speculation.depth import PLAIN, Ask, Shape
+from runtime.speculation.shape import PLAIN, Ask, Shape
 
 NO_DRAFT = Draft([])
 

@@ -16,50 +16,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough
 from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
 from runtime.speculation.costs import Costs
+from runtime.speculation.habit import Habit
+from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
 
 RECHECK_STEPS = 8  # a choice holds for so many steps,
 RELAXED_STEPS = 32  # or for twice as many each time that it stays the same, where choosing takes a share of the steps
+HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
 UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
 PROBE_SHARE = 8  # one of so many sessions takes part
-FIRST_PROBE_GAP, LAST_PROBE_GAP = 32, 512  # steps without drafts between two probes; doubles each time
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
 MEMORY_PER_SESSION = 32  # observations more that averages remember for each session of the batch
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
-OTHER_EVERY, OTHER_STEPS = 128, 4  # a look at the other width, deeper, or less deep
+OTHER_STEPS = 4  # of a look at the other width, deeper, or less deep
 
-
-class Shape(NamedTuple):
-    """What to ask a drafter for. depth 0: nothing."""
-
-    depth: int
-    width: int = 1  # 1: a chain
-    num_nodes: int | None = None  # of a tree, at most
-
-    def cut(self, limit: int) -> Shape:
-        return self if self.depth <= limit else self._replace(depth=limit)
-
-
-PLAIN = Shape(0)
-GREEDY, SAMPLED, SEEDED = "greedy", "sampled", "seeded"  # drafts certain, sampled; certain for sampled output
-Group = tuple[str, str]  # a drafter's version and the kind of its sessions
 Limits = dict[Group, Counter[int]]  # how many sessions can use so many levels
-
-
-class Ask(NamedTuple):
-    """One decoding session's side of the choice."""
-
-    version: str  # of its drafter
-    limit: int  # levels that it can use at most
-    kind: str = GREEDY  # sessions whose drafts fare differently are judged apart
 
 
 class Pacer:
@@ -73,10 +53,12 @@ class Pacer:
         self.costs = costs
         self._acceptance: dict[tuple[Group, int], Acceptance] = {}  # by group and width
         self._confidence: dict[Group, Confidence] = {}
-        self._habits: dict[Group, _Habit] = {}
+        self._habits: dict[Group, Habit] = {}
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
         self._choice = _Choice({}, 0.0, 0)  # the last one
         self._due: tuple[Costs, Hashable, Limits, int, int] | None = None  # what `refresh` is to choose for
+        self._held = NOTHING_HELD
+        self._fates: dict[tuple[Group, int], list[int]] = {}  # by depth: levels accepted of chains since the last choice
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
         self._num_drafting = 0  # steps since the last one that was plain to know its cost
@@ -93,6 +75,7 @@ class Pacer:
             most = self._config.max_draft_tokens
             by_ask = {ask: self._shape(most, self._widths(ask.kind)[0]).cut(ask.limit) for ask in set(asks)}
             return [by_ask[ask] for ask in asks]
+        held, self._held = self._held, NOTHING_HELD
         self._num_steps += 1
         self._num_sessions = num_sessions
         numbers = Counter(asks)
@@ -103,11 +86,23 @@ class Pacer:
         self._choice = self._choice_for(limits, num_sessions, context)
         if any(shape.depth for shape in self._choice.shapes.values()) and self._is_plain_due(num_sessions, context):
             return [PLAIN] * len(asks)
-        shapes = {group: self._next(group, shape) for group, shape in self._choice.shapes.items()}
+        shapes = {group: self._next(group, shape, 1 + held.num_used) for group, shape in self._choice.shapes.items()}
         if any(self._is_trying(group) for group in shapes):
             return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
         by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
-        return [by_ask[ask] for ask in asks]
+        chosen = [by_ask[ask] for ask in asks]
+        if self._whole_steps and all(shape.depth and self._habit(group).is_settled for group, shape in shapes.items()):
+            self._held = _Held(list(asks), num_sessions, self.costs, chosen)
+        return chosen
+
+    def held(self, asks: Sequence[Ask], num_sessions: int) -> list[Shape] | None:
+        """What `choose` said last, while it holds for the same sessions; None: choose anew."""
+        held = self._held
+        if held.num_used == HELD_STEPS or held.asks != asks or held.num_sessions != num_sessions or held.costs is not self.costs:
+            return None
+        held.num_used += 1
+        self._num_steps += 1
+        return held.shapes
 
     def _choice_for(self, limits: Limits, num_sessions: int, context: int) -> _Choice:
         groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
@@ -123,6 +118,7 @@ class Pacer:
     def _choose(self, signature: Hashable, limits: Limits, num_sessions: int, context: int) -> _Choice:
         if len(self._choices) >= MAX_CHOICES:
             self._choices.clear()
+        self._learn()
         shapes, rate = self._best(limits, num_sessions, context)
         holds, before = RECHECK_STEPS, self._choices.get(signature)
         if self._whole_steps and before is not None and before.shapes == shapes:
@@ -134,8 +130,8 @@ class Pacer:
         """Make the last choice anew, if it was old and costs are still the same."""
         if self._due is not None:
             (costs, signature, limits, num_sessions, context), self._due = self._due, None
-            if costs is self.costs:
-                self._choose(signature, limits, num_sessions, context)
+            if costs is self.costs and self._choose(signature, limits, num_sessions, context).shapes != self._choice.shapes:
+                self._held = NOTHING_HELD
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
@@ -159,13 +155,13 @@ class Pacer:
         """Whether a probe is under way of what is not worth it as far as is known."""
         return self._habit(group).is_probing and not self._choice.shapes[group].depth
 
-    def _next(self, group: Group, chosen: Shape) -> Shape:
-        """The shape of this step: as chosen, or that of a probe."""
+    def _next(self, group: Group, chosen: Shape, num_steps: int) -> Shape:
+        """The shape of this step: as chosen, or that of a probe. num_steps: with those since the last call."""
         habit = self._habit(group)
         if (probe := habit.probe()) is not None:
             return probe
         if chosen.depth:
-            if (number := habit.count_drafting()) is not None and (others := self._others(group, chosen)):
+            if (number := habit.count_drafting(num_steps)) is not None and (others := self._others(group, chosen)):
                 habit.begin(others[number % len(others)], OTHER_STEPS)
         elif habit.is_probe_due():
             width = self._widths(group[1])[0]
@@ -290,14 +286,23 @@ class Pacer:
     def record_chains(self, group: Group, depth: int, num_accepted: Sequence[int]) -> None:
         """What became of a step's chains of which no confidences are known, whole as they were asked for."""
         if self.is_adaptive:
-            memory = MEMORY + MEMORY_PER_SESSION * self._num_sessions
-            self._acceptance_of(group, 1).record_chains(depth, num_accepted, memory)
+            self._fates.setdefault((group, depth), []).extend(num_accepted)
+
+    def _learn(self) -> None:
+        """From the chains since the last choice, which took no time step by step."""
+        for (group, depth), num_accepted in self._fates.items():
+            self._acceptance_of(group, 1).record_chains(depth, num_accepted, self._memory)
+        self._fates.clear()
+
+    @property
+    def _memory(self) -> int:
+        return MEMORY + MEMORY_PER_SESSION * self._num_sessions
 
     def record(self, ask: Ask, shape: Shape, draft: Draft, path: Sequence[int]) -> None:
         """What became of one session's draft: the nodes that were accepted."""
         if not self.is_adaptive:
             return
-        group, memory = (ask.version, ask.kind), MEMORY + MEMORY_PER_SESSION * self._num_sessions
+        group, memory = (ask.version, ask.kind), self._memory
         self._acceptance_of(group, shape.width).record(shape.depth, len(draft.token_ids), len(path), memory)
         if draft.confidences is None or draft.probs is not None:
             return
@@ -317,7 +322,8 @@ class Pacer:
         if self.costs is not None:
             self.costs.forget(version)
         self._choices.clear()
-        self._due = None
+        self._fates.clear()
+        self._due, self._held = None, NOTHING_HELD
 
     # --- what is known ---
 
@@ -326,8 +332,8 @@ class Pacer:
         assert self.costs is not None
         return self.costs
 
-    def _habit(self, group: Group) -> _Habit:
-        return self._habits.setdefault(group, _Habit())
+    def _habit(self, group: Group) -> Habit:
+        return self._habits.setdefault(group, Habit())
 
     def _acceptance_of(self, group: Group, width: int) -> Acceptance:
         known = self._acceptance.get((group, width))
@@ -346,40 +352,15 @@ class _Choice(NamedTuple):
     holds: int = RECHECK_STEPS
 
 
-class _Habit:
-    """What a group of sessions is at, and when it tries something else for a few steps."""
+@dataclass
+class _Held:
+    """What was said, and for whom."""
 
-    def __init__(self) -> None:
-        self.shape = PLAIN  # chosen last
-        self.is_probing = False
-        self._probe = PLAIN
-        self._num_left = 0  # steps of the probe
-        self._num_off = 0  # steps without drafts since the last probe
-        self._num_on = 0
-        self._gap = FIRST_PROBE_GAP
+    asks: list[Ask]
+    num_sessions: int
+    costs: Costs | None
+    shapes: list[Shape]
+    num_used: int = 0
 
-    def probe(self) -> Shape | None:
-        """The shape of the running probe, for one of its steps."""
-        self.is_probing = self._num_left > 0
-        self._num_left -= self.is_probing
-        return self._probe if self.is_probing else None
 
-    def begin(self, probe: Shape, num_steps: int) -> None:
-        self._probe, self._num_left = probe, num_steps
-
-    def is_probe_due(self) -> bool:
-        """Called for each step without drafts."""
-        self._num_off += 1
-        if self._num_off < self._gap:
-            return False
-        self._num_off, self._gap = 0, min(2 * self._gap, LAST_PROBE_GAP)
-        return True
-
-    def count_drafting(self) -> int | None:
-        """Called for each step with drafts. Where another shape is due for a look: the how manieth look it is."""
-        self._num_off = 0
-        self._num_on += 1
-        if self._num_on % FIRST_PROBE_GAP == 0:
-            self._gap = max(self._gap // 2, FIRST_PROBE_GAP)
-        looks, rest = divmod(self._num_on, OTHER_EVERY)
-        return None if rest else looks
+NOTHING_HELD = _Held([], 0, None, [])

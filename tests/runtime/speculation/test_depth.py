@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -17,7 +18,9 @@ from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough, SparseProbs
 from runtime.speculation.acceptance import Acceptance, Confidence
 from runtime.speculation.costs import Costs, StepCosts, bucket
-from runtime.speculation.depth import GREEDY, RECHECK_STEPS, SAMPLED, SEEDED, Ask, Pacer, Shape
+from runtime.speculation.depth import HELD_STEPS, RECHECK_STEPS, Pacer
+from runtime.speculation.habit import OTHER_EVERY
+from runtime.speculation.shape import GREEDY, SAMPLED, SEEDED, Ask, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -457,3 +460,37 @@ def test_buckets_are_exact_where_it_matters_and_ascend() -> None:
     assert set(buckets) == set(range(1, max(buckets) + 1))
     for low, high in ((9, 11), (12, 15), (64, 95), (96, 127)):
         assert bucket(low) == bucket(high) != bucket(high + 1)
+
+
+def test_what_was_said_of_whole_steps_holds_for_the_same_sessions_and_no_longer() -> None:
+    costs = StepCosts({(num, depth): 1.0 + 0.05 * depth for num in (1, 2, 4) for depth in range(4)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
+    asks = [Ask("v", 3), Ask("v", 2)]
+    assert pacer.held(asks, 2) is None, "nothing was said yet"
+    said = pacer.choose(asks, 2, 100)
+    assert [shape.depth for shape in said] == [3, 2]
+    for others, num in ((asks[:1], 2), ([Ask("w", 3), Ask("v", 2)], 2), (asks, 3)):
+        assert pacer.held(others, num) is None
+    pacer.costs = StepCosts({(1, 0): 1.0})
+    assert pacer.held(asks, 2) is None
+    pacer.costs = costs
+    for _ in range(HELD_STEPS):
+        assert pacer.held(list(asks), 2) == said
+    assert pacer.held(asks, 2) is None, "it is time to ask again"
+    pacer.choose(asks, 2, 100)
+    pacer.forget("v")
+    assert pacer.held(asks, 2) is None
+
+
+def test_looks_at_other_shapes_come_as_often_where_steps_are_held() -> None:
+    costs = StepCosts({(1, depth): 1.0 + 0.4 * depth for depth in range(6)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), costs, whole_steps=True)
+    asks, depths = [Ask("v", 5)], []
+    for _ in range(20 * OTHER_EVERY):
+        shapes = pacer.held(asks, 1) or pacer.choose(asks, 1, 100)
+        depths.append(shapes[0].depth)
+        pacer.record_chains(("v", GREEDY), depths[-1], [min(depths[-1], 2)])
+        pacer.refresh()
+    usual = max(set(depths), key=depths.count)
+    num_looks = sum(depth != usual and before == usual for before, depth in pairwise(depths[OTHER_EVERY:]))
+    assert 17 <= num_looks <= 21

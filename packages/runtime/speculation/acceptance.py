@@ -16,9 +16,9 @@ from runtime.drafters.base import Draft
 FIRST_GUESS = 0.7
 GUESS_WEIGHT = 4  # observations that a guess counts for
 SIBLING_MISSES = 0.8  # a guess: the share of a chain's misses that its siblings in a tree miss too
-MEMORY = 128  # observations that an average remembers
+MEMORY = 64  # observations that an average remembers
 SHORT_MEMORY = 16
-JUMP = 0.45  # between the two: five times what chance alone makes of it
+JUMP = 0.28  # between the two: three times what chance alone makes of it
 NUM_BINS = 16  # of confidence, equally wide in its square root: unlikely nodes are many
 
 
@@ -38,10 +38,10 @@ class Average:
         value = self.value + (observed - self.value) * number / weight
         short = max(SHORT_MEMORY, number)
         latest = self._latest + (observed - self._latest) * number / (weight if weight < short else short)
-        if -self._jump <= latest - value <= self._jump:
+        if abs(latest - value) <= self._jump:
             self.value = value
         else:
-            self.value, self._weight = latest, SHORT_MEMORY
+            self.value, self._weight = latest, short
         self._latest = latest
 
     def forget(self, weight: float) -> None:
@@ -92,10 +92,10 @@ class Acceptance:
         size.add(num_nodes, memory)
 
     def _drift(self, depth_asked: int, memory: float, number: int = 1) -> None:
-        """What is not looked at any more goes back to the guess, and is looked at again."""
+        """What is not looked at any more goes back to the guess, slowly, and is looked at again."""
         if depth_asked < len(self._levels):
             unseen = self._levels[depth_asked]
-            unseen.value += (self._guess(depth_asked) - unseen.value) * min(number / memory, 1.0)
+            unseen.value += (self._guess(depth_asked) - unseen.value) * min(number / (2 * memory), 1.0)
 
     def gains(self, depth: int) -> list[float]:
         """[k]: tokens that a draft of k levels is expected to add, for k from 0 to depth."""

@@ -35,7 +35,7 @@ UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
 PROBE_SHARE = 8  # one of so many sessions takes part
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
-MEMORY_PER_SESSION = 32  # observations more that averages remember for each session of the batch
+MEMORY_PER_SESSION = 16  # observations more that averages remember for each session of the batch
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
 OTHER_STEPS = 4  # of a look at the other width, deeper, or less deep
 

@@ -48,11 +48,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        return (
-            f"attention, {self.rows // self.size} x {self.size}, {self.keys} keys"
-            if self.keys
-            else f"{self.kind}, {self.rows} rows"
-        )
+        if self.kind == "attention":
+            return f"attention, {self.rows // self.size} x {self.size}, {self.keys} keys"
+        return f"{self.kind}, {self.rows} rows"
 
 
 def candidates(job: Job) -> list[Any]:

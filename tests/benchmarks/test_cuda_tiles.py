@@ -21,7 +21,7 @@ def test_jobs_are_all_that_was_asked_for() -> None:
     assert names == ["down, 1 rows", "down, 64 rows", "attention, 4 x 1, 256 keys", "attention, 4 x 6, 256 keys"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device; this one has one")
 def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuda_tiles.main([]) == 1
     assert "there is no CUDA device here" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="the kernels are written in Triton, which comes with PyTorch for CUDA devices")
 
 from runtime.backends.transformers.cuda import launch
 from runtime.backends.transformers.cuda.network import Geometry

@@ -356,7 +356,7 @@ class FusedSteps:
         costs, num = self._costs[_has_sampled(flight.works)], len(flight.works)
         costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
         if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:
-            costs.record_device(num, flight.depth, _context(flight.works), landed.seconds / flight.num_steps)
+            costs.record_device(num, flight.depth, landed.seconds / flight.num_steps)
         if not flight.depth:
             return
         num_accepted: dict[Group, list[int]] = {}

@@ -16,33 +16,24 @@ from runtime.drafters.base import Draft
 FIRST_GUESS = 0.7
 GUESS_WEIGHT = 4  # observations that a guess counts for
 SIBLING_MISSES = 0.8  # a guess: the share of a chain's misses that its siblings in a tree miss too
-MEMORY = 64  # observations that an average remembers
-SHORT_MEMORY = 16
-JUMP = 0.28  # between the two: three times what chance alone makes of it
+MEMORY = 24  # observations that an average remembers,
+LEAST_MEMORY = 16  # or fewer where they are rare, down to this: all levels of a draft remember the same steps
+BIN_MEMORY = 256  # of one bin of confidence
+UNSEEN = 8  # memories until most of what is not looked at is forgotten
 NUM_BINS = 16  # of confidence, equally wide in its square root: unlikely nodes are many
 
 
 class Average:
-    """A moving average of the last `memory` observations or so; of far fewer, once these say something quite different."""
+    """A moving average of the last `memory` observations or so."""
 
-    def __init__(self, guess: float, weight: float = GUESS_WEIGHT, jump: float = JUMP) -> None:
+    def __init__(self, guess: float, weight: float = GUESS_WEIGHT) -> None:
         self.value = guess
         self._weight = weight
-        self._latest = guess  # the same with a short memory
-        self._jump = jump
 
     def add(self, observed: float, memory: float = MEMORY, number: int = 1) -> None:
         """One observation, or the mean of several."""
-        weight = self._weight + number
-        self._weight = weight = weight if weight < memory else max(memory, number)
-        value = self.value + (observed - self.value) * number / weight
-        short = max(SHORT_MEMORY, number)
-        latest = self._latest + (observed - self._latest) * number / (weight if weight < short else short)
-        if abs(latest - value) <= self._jump:
-            self.value = value
-        else:
-            self.value, self._weight = latest, short
-        self._latest = latest
+        self._weight = min(self._weight + number, max(memory, number))
+        self.value += (observed - self.value) * number / self._weight
 
     def forget(self, weight: float) -> None:
         """Let the value count for no more observations than this, so that new ones move it quickly."""
@@ -64,20 +55,22 @@ class Acceptance:
     def record(self, depth_asked: int, num_nodes: int, num_accepted: int, memory: float = MEMORY) -> None:
         """One verified draft."""
         self._record_size(depth_asked, num_nodes, memory)
+        reach = 1.0
         for k in range(min(num_accepted + 1, depth_asked)):
-            self._level(k).add(1.0 if k < num_accepted else 0.0, memory)
+            self._level(k).add(1.0 if k < num_accepted else 0.0, max(memory * reach, LEAST_MEMORY))
+            reach *= self.chance(k)
         self._drift(depth_asked, memory)
 
     def record_chains(self, depth: int, num_accepted: Sequence[int], memory: float = MEMORY) -> None:
         """Many at once, all of this depth."""
         self._record_size(depth, depth, memory)
-        reached = len(num_accepted)
+        reached, reach = len(num_accepted), 1.0
         for k in range(depth):
             accepted = reached - num_accepted.count(k)
-            self._level(k).add(accepted / reached, memory, reached)
+            self._level(k).add(accepted / reached, max(memory * reach, LEAST_MEMORY), reached)
             if not accepted:
                 break
-            reached = accepted
+            reached, reach = accepted, reach * self.chance(k)
         self._drift(depth, memory, len(num_accepted))
 
     def _level(self, k: int) -> Average:
@@ -88,14 +81,14 @@ class Acceptance:
     def _record_size(self, depth_asked: int, num_nodes: int, memory: float) -> None:
         size = self._sizes.get(depth_asked)
         if size is None:
-            size = self._sizes[depth_asked] = Average(num_nodes, jump=math.inf)
+            size = self._sizes[depth_asked] = Average(num_nodes)
         size.add(num_nodes, memory)
 
     def _drift(self, depth_asked: int, memory: float, number: int = 1) -> None:
         """What is not looked at any more goes back to the guess, slowly, and is looked at again."""
         if depth_asked < len(self._levels):
             unseen = self._levels[depth_asked]
-            unseen.value += (self._guess(depth_asked) - unseen.value) * min(number / (2 * memory), 1.0)
+            unseen.value += (self._guess(depth_asked) - unseen.value) * min(number / (UNSEEN * memory), 1.0)
 
     def gains(self, depth: int) -> list[float]:
         """[k]: tokens that a draft of k levels is expected to add, for k from 0 to depth."""
@@ -133,7 +126,7 @@ class Confidence:
         seen = {-1, *path}
         for node, parent in enumerate(draft.lineage):
             if parent in seen:
-                self._bin(draft.confidences[node]).add(float(node in seen), 4 * MEMORY)
+                self._bin(draft.confidences[node]).add(float(node in seen), BIN_MEMORY)
 
     def scores(self, draft: Draft) -> list[float]:
         """[i]: the chance that node i of a draft with confidences is accepted, its whole path included."""

@@ -17,7 +17,7 @@ from statistics import median
 RECENT = 16  # observations that a median is taken of
 TRUSTED = 3  # observations that make one
 LEAST_SHARE = 0.1  # of what a step was measured to take, whatever real ones seem to take
-FRESH_STEPS = 256  # so long what was seen of one depth of whole steps is believed
+TELLING_STEPS = 8  # of one depth after those of another
 
 
 class Costs:
@@ -113,9 +113,8 @@ class Costs:
 class StepCosts(Costs):
     """Of whole steps on a device. A forward is a plain step; all that drafting adds to it, rows to verify too, the proposal.
 
-    A step takes what the device takes, or what the host takes for it meanwhile, if that is more. The table has every depth of
-    step on the device, measured alike. What real ones take beyond it, most of all the context that is read, is much the same at
-    all depths: where one was not run lately, what the last other one took beyond it is added.
+    A step takes what the device takes, or what the host takes for it meanwhile, if that is more. The table has every size and
+    depth of step on the device, measured alike; real ones take longer, most of all for the context that is read.
     """
 
     learns_from_plain = False
@@ -124,66 +123,77 @@ class StepCosts(Costs):
         """seconds: of steps by number of sessions and depth."""
         super().__init__({num: taken for (num, depth), taken in seconds.items() if not depth})
         self._table = dict(seconds)
-        self._beyond: dict[tuple[int, int], _Beyond] = {}  # by sessions and context, each in its bucket
+        self._stretches: dict[int, _Stretch] = {}  # by number of sessions in the table
         self._host: dict[int, _Recent] = {}  # by sessions in their bucket: seconds that the host was at work for a step
+        self._steps: dict[tuple[int, int], float] = {}  # by number of sessions and depth, until something new is known
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
-        return self._step(num_sessions, 0, context)
+        return self._step(num_sessions, 0)
 
     def proposal(self, version: str, width: int, num_sessions: int, depth: int, context: int) -> float:
-        return self._step(num_sessions, depth, context) - self._step(num_sessions, 0, context)
+        return self._step(num_sessions, depth) - self._step(num_sessions, 0)
 
     def record_host(self, num_sessions: int, seconds: float) -> None:
         """What the host did for a step of so many sessions, while the device was at work or not."""
+        self._steps.clear()
         self._host.setdefault(bucket(num_sessions), _Recent()).add(seconds)
 
-    def record_device(self, num_sessions: int, depth: int, context: int, seconds: float) -> None:
+    def record_device(self, num_sessions: int, depth: int, seconds: float) -> None:
         """What the device took for a step of so many sessions, all of which drafted so deep."""
-        place = (bucket(num_sessions), context_bucket(context))
-        self._beyond.setdefault(place, _Beyond()).add(depth, seconds - self._measured(num_sessions, depth))
+        self._steps.clear()
+        num = self._size(num_sessions)
+        self._stretches.setdefault(num, _Stretch()).add(depth, seconds / self._measured(num, depth))
 
-    def _step(self, num_sessions: int, depth: int, context: int) -> float:
-        more = None
-        for shorter in range(context_bucket(context), -1, -1):
-            if beyond := self._beyond.get((bucket(num_sessions), shorter)):
-                more = beyond.at(depth)
-            if more is not None:
-                break
-        measured, host = self._measured(num_sessions, depth), self._host.get(bucket(num_sessions))
-        host_s = host.median if host is not None and host.is_trusted else 0.0
-        return max(measured + (more or 0.0), measured * LEAST_SHARE, host_s)
+    def _step(self, num_sessions: int, depth: int) -> float:
+        seconds = self._steps.get((num_sessions, depth))
+        if seconds is None:
+            seconds = self._steps[num_sessions, depth] = self._seconds_of(num_sessions, depth)
+        return seconds
 
-    def _measured(self, num_sessions: int, depth: int) -> float:
-        num = self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
+    def _seconds_of(self, num_sessions: int, depth: int) -> float:
+        num = self._size(num_sessions)
+        stretch, host = self._stretches.get(num), self._host.get(bucket(num_sessions))
+        device_s = self._measured(num, depth) * (1.0 if stretch is None else max(stretch.at(depth), LEAST_SHARE))
+        return max(device_s, host.quick if host is not None and host.is_trusted else 0.0)
+
+    def _size(self, num_sessions: int) -> int:
+        return self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
+
+    def _measured(self, num: int, depth: int) -> float:
         return self._table.get((num, depth), self._table[num, 0])
 
 
-class _Beyond:
-    """What steps of one size take beyond the table, in seconds."""
+class _Stretch:
+    """How many times the table's seconds steps of one size take.
+
+    That changes with the context and with what else the machine does, much alike for all depths, so steps of any depth tell it.
+    By how much a depth differs from the others is told by its steps right after those of another one.
+    """
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._seen: dict[int, tuple[deque[float], int]] = {}  # by depth: the last ones, and how many steps there were by then
-        self._latest: int | None = None  # depth of which enough were seen
+        self._recent = _Recent()  # of the last steps, without what is their depths' own
+        self._own: dict[int, _Recent] = {}  # by depth: what is its own
+        self._depth = -1  # of the last step
+        self._num_alike = 0  # steps of that depth in a row
+        self._before: float | None = None  # how it was before these
 
-    def add(self, depth: int, seconds: float) -> None:
-        self._num_steps += 1
-        recent, seen_at = self._seen.get(depth, (deque(maxlen=RECENT), 0))
-        if self._num_steps - seen_at > FRESH_STEPS:
-            recent.clear()
-        recent.append(seconds)
-        self._seen[depth] = (recent, self._num_steps)
-        if len(recent) >= TRUSTED:
-            self._latest = depth
+    def add(self, depth: int, ratio: float) -> None:
+        if depth != self._depth:
+            self._depth, self._num_alike, self._before = depth, 0, self._common()
+        self._num_alike += 1
+        if self._before is not None and self._num_alike <= TELLING_STEPS:
+            self._own.setdefault(depth, _Recent()).add(ratio / self._before)
+        self._recent.add(ratio / self._own_of(depth))
 
-    def at(self, depth: int) -> float | None:
-        """At this depth, or at the one seen last. What disturbs a step only ever adds to it, so the quicker ones are believed."""
-        recent, seen_at = self._seen.get(depth, ((), 0))
-        if len(recent) < TRUSTED or self._num_steps - seen_at > FRESH_STEPS:
-            if self._latest is None:
-                return None
-            recent, _ = self._seen[self._latest]
-        return sorted(recent)[len(recent) // 4]
+    def at(self, depth: int) -> float:
+        return (self._common() or 1.0) * self._own_of(depth)
+
+    def _common(self) -> float | None:
+        return self._recent.quick if self._recent.is_trusted else None
+
+    def _own_of(self, depth: int) -> float:
+        own = self._own.get(depth)
+        return own.quick if own is not None and own.is_trusted else 1.0
 
 
 def bucket(number: float) -> int:
@@ -198,11 +208,12 @@ def context_bucket(num_tokens: int) -> int:
 
 
 class _Recent:
-    """The median of the last few observations."""
+    """The last few observations."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=RECENT)
         self._median: float | None = None
+        self._quick: float | None = None
 
     @property
     def is_trusted(self) -> bool:
@@ -214,6 +225,13 @@ class _Recent:
             self._median = median(self._values)
         return self._median
 
+    @property
+    def quick(self) -> float:
+        """Of the quicker ones: what disturbs a step on a device only ever adds to it."""
+        if self._quick is None:
+            self._quick = sorted(self._values)[len(self._values) // 4]
+        return self._quick
+
     def add(self, value: float) -> None:
         self._values.append(value)
-        self._median = None
+        self._median = self._quick = None

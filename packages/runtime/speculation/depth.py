@@ -26,8 +26,7 @@ from runtime.speculation.costs import Costs
 from runtime.speculation.habit import Habit
 from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
 
-RECHECK_STEPS = 8  # a choice holds for so many steps,
-RELAXED_STEPS = 32  # or for twice as many each time that it stays the same, where choosing takes a share of the steps
+RECHECK_STEPS = 8  # a choice holds for so many steps
 HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
@@ -35,7 +34,7 @@ UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
 PROBE_SHARE = 8  # one of so many sessions takes part
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
-MEMORY_PER_SESSION = 16  # observations more that averages remember for each session of the batch
+MEMORY_PER_SESSION = 4  # observations more that averages remember for each session of the batch
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
 OTHER_STEPS = 4  # of a look at the other width, deeper, or less deep
 
@@ -108,7 +107,7 @@ class Pacer:
         groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
         signature = (id(self.costs), num_sessions, groups)
         choice = self._choices.get(signature)
-        is_old = choice is not None and self._num_steps - choice.made_at >= choice.holds
+        is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
         if choice is None or (is_old and not self._whole_steps):
             return self._choose(signature, limits, num_sessions, context)
         if is_old:
@@ -120,10 +119,7 @@ class Pacer:
             self._choices.clear()
         self._learn()
         shapes, rate = self._best(limits, num_sessions, context)
-        holds, before = RECHECK_STEPS, self._choices.get(signature)
-        if self._whole_steps and before is not None and before.shapes == shapes:
-            holds = min(2 * before.holds, RELAXED_STEPS)
-        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps, holds)
+        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps)
         return choice
 
     def refresh(self) -> None:
@@ -349,7 +345,6 @@ class _Choice(NamedTuple):
     shapes: dict[Group, Shape]
     rate: float  # tokens a second that they promise
     made_at: int  # step
-    holds: int = RECHECK_STEPS
 
 
 @dataclass

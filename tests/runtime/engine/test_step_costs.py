@@ -52,7 +52,7 @@ class Device:
         for size, part_depth in ((num_drafting, depth), (num - num_drafting, 0)):
             if size:
                 took = step_s(size, part_depth) * self._rng.uniform(1, 1.03) + HOST_S * size
-                self._costs.record_device(size, part_depth, 200, took)
+                self._costs.record_device(size, part_depth, took)
                 tokens, seconds = tokens + size * expected(self.chances, part_depth), seconds + took
         if num_drafting:
             luck = [(level for level in range(depth) if self._rng.random() >= self.chances[level]) for _ in range(num_drafting)]

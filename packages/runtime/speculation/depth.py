@@ -182,26 +182,29 @@ class Pacer:
         best_rate = 0.0
         tokens, rows, seconds = float(num_sessions), float(num_sessions), 0.0
         for group, of_one in sorted(limits.items(), key=lambda item: -item[1].total()):
-            habit = self._habit(group)
-            best, best_rate = PLAIN, 0.0
-            for shape in self._shapes(group[1], max(of_one)):
-                more_tokens, more_rows, more_seconds = self._promise(group, shape, of_one, context)
+            habit, most = self._habit(group), max(of_one)
+            gains = {width: self._acceptance_of(group, width).gains(most) for width in self._widths(group[1])}
+            best, best_rate, promised = PLAIN, 0.0, (0.0, 0.0, 0.0)
+            for shape in self._shapes(group[1], most):
+                promise = self._promise(group, shape, of_one, gains.get(shape.width, ()), context)
+                more_tokens, more_rows, more_seconds = promise
                 forward = self._costs.forward(num_sessions, rows + more_rows, context)
                 rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
                 rate *= IS_BETTER if shape in (PLAIN, habit.shape) else 1.0
                 if rate > best_rate:
-                    best, best_rate = shape, rate
+                    best, best_rate, promised = shape, rate, promise
             chosen[group] = habit.shape = best
-            more_tokens, more_rows, more_seconds = self._promise(group, best, of_one, context)
+            more_tokens, more_rows, more_seconds = promised
             tokens, rows, seconds = tokens + more_tokens, rows + more_rows, seconds + more_seconds
         return chosen, best_rate
 
-    def _promise(self, group: Group, shape: Shape, limits: Counter[int], context: int) -> tuple[float, float, float]:
-        """Of a shape for a group: tokens gained, rows to verify, seconds to draft."""
+    def _promise(
+        self, group: Group, shape: Shape, limits: Counter[int], gains: Sequence[float], context: int
+    ) -> tuple[float, float, float]:
+        """Of a shape for a group: tokens gained, rows to verify, seconds to draft. gains: of drafts as wide, by depth."""
         if not shape.depth:
             return 0.0, 0.0, 0.0
         acceptance = self._acceptance_of(group, shape.width)
-        gains = acceptance.gains(shape.depth)
         depths = [(min(limit, shape.depth), number) for limit, number in limits.items()]
         guess = shape.num_nodes or shape.depth
         rows = sum(number * acceptance.size(depth, guess) for depth, number in depths)

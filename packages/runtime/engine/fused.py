@@ -44,6 +44,7 @@ MANY_SESSIONS = 48  # and from so many on in longer ones,
 ROW_SECONDS = 0.03  # but none much longer than this: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or this where nobody minds
 LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
+UNLEARNED = 8  # landings that nothing was learned from yet, at most
 PLAIN_STEPS = 4  # of a row; any number where many sessions are and none could draft: the pacer looks between rows only
 DRAFTED_STEPS = (2, 3)  # of some sessions and of many: who ends in between has taken the place of somebody else
 STEPS_BESIDE_PROMPTS = 2  # at most where nothing is drafted: a prompt has a chunk of it read between two rows
@@ -116,6 +117,7 @@ class FusedSteps:
         self._elsewhere_s = 0.0  # that the host spent on the general way since then
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
         self._costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without
+        self._unlearned: list[_Landed] = []
         self._is_alone = False  # nobody goes the general way in this step
         self.num_steps = 0  # so far
 
@@ -155,6 +157,7 @@ class FusedSteps:
     def abandon(self) -> None:
         """A step raised: nothing that is under way is looked at any more."""
         self._steps.clear()
+        self._unlearned.clear()
         self._decoder.abandon()
 
     def takes(self, work: Work) -> bool:
@@ -186,6 +189,7 @@ class FusedSteps:
     def _load(self) -> None:
         active = self._drafting.active
         if self._loaded is not active:
+            self._learn()
             if self._loaded is not None:
                 self._pacer.forget(self._loaded.version)
             self._loaded = active
@@ -211,9 +215,10 @@ class FusedSteps:
                 parts = self._parts(live)
                 landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
             self._take_off(live, {id(work.request): new.token_ids for part in landed for work, _, new in part.works})
-        self._pacer.refresh()
-        for part in landed:
-            self._record(part)
+        self._unlearned += landed if self._costs else ()
+        if self._pacer.is_due or len(self._unlearned) >= UNLEARNED or not self._steps:
+            self._learn()
+            self._pacer.refresh()
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _take_off_ahead(self, works: Sequence[Work]) -> None:
@@ -287,6 +292,7 @@ class FusedSteps:
             self._pacer.costs = self._costs[_has_sampled(works)]
         shapes = self._pacer.held(asks, len(works)) if asks else []
         if shapes is None:
+            self._learn()
             shapes = self._pacer.choose(asks, len(works), _context(works))
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
         depth = min(max((shape.depth for shape in shapes), default=0), limit)
@@ -348,11 +354,15 @@ class FusedSteps:
 
     # --- what the pacer learns ---
 
-    def _record(self, landed: _Landed) -> None:
+    def _learn(self) -> None:
+        """From what landed since the last time. Not at each landing: it takes the host as long as a few sessions' tokens."""
+        for landed in self._unlearned:
+            self._learn_from(landed)
+        self._unlearned.clear()
+
+    def _learn_from(self, landed: _Landed) -> None:
         """What a step took, and what became of its drafts."""
         flight = landed.flight
-        if not self._costs:
-            return
         costs, num = self._costs[_has_sampled(flight.works)], len(flight.works)
         costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
         if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:

@@ -122,6 +122,11 @@ class Pacer:
         choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps)
         return choice
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `refresh` has something to do."""
+        return self._due is not None
+
     def refresh(self) -> None:
         """Make the last choice anew, if it was old and costs are still the same."""
         if self._due is not None:

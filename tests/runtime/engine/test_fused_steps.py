@@ -19,11 +19,13 @@ from runtime.backends.base import FULL, Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import DraftRequest
 from runtime.drafters.none import NoDrafter
+from runtime.engine.fused import UNLEARNED, FusedSteps
 from runtime.engine.local import LocalEngine
 from runtime.errors import EngineUnavailable
 from runtime.features.tap import Tap
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, Tokenizer
+from runtime.speculation.costs import StepCosts
 from runtime.types import CachePolicy, DrafterPolicy, SamplingParams, SessionOptions, Started, Switch
 
 from .conftest import KeepingTap, Listener, audit, greedy_reference, prompt_of, random_eagle3
@@ -149,6 +151,27 @@ def test_what_was_read_before_a_step_is_not_taken_off_its_time(target: Target, t
     costs = engine._stepper._fused._costs[False]
     assert min(value for recent in costs._host.values() for value in recent._values) > 0.0
     engine.stop()
+
+
+def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_all_have_ended(
+    target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    landed, learned = [], []
+    land, record_host = FusedSteps._land, StepCosts.record_host
+    monkeypatch.setattr(FusedSteps, "_land", lambda *args: landed.append(land(*args)) or landed[-1])
+    monkeypatch.setattr(StepCosts, "record_host", lambda *args: learned.append(args[1]) or record_host(*args))
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
+    listeners = [Fused(engine, decoder).begin(prompt_of(seed, 9), replace(GREEDY, max_tokens=12 + 7 * seed)) for seed in range(4)]
+    for listener in listeners:
+        listener.wait()
+    engine.stop()
+    fused = engine._stepper._fused
+    assert fused is not None
+    assert not fused._unlearned
+    assert learned == [len(part.flight.works) for part in landed]
+    assert len(learned) > UNLEARNED
+    [acceptance] = fused._pacer._acceptance.values()
+    assert acceptance._levels, "what became of the chains too"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])

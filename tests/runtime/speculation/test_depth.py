@@ -456,6 +456,18 @@ def test_what_steps_take_beyond_the_table_is_told_by_those_of_any_depth() -> Non
     assert [seconds(depth) for depth in (0, 3, 5)] == pytest.approx([2.0, 1.3 * 2.0 * 1.1, 1.5 * 2.0])
 
 
+@pytest.mark.parametrize(("chance", "width"), [(0.70, 1), (0.75, 4)])
+def test_a_tree_must_promise_clearly_more_than_a_chain(chance: float, width: int) -> None:
+    """Of one level, at equal cost: 0.65 of chains are accepted, and that many of trees."""
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.AUTO, tree_width=4, max_draft_tokens=1), Costs({1: 1.0}))
+    for known, taken in ((1, 0.65), (4, chance)):
+        acceptance = pacer._acceptance_of(("v", GREEDY), known)
+        for _ in range(100):
+            acceptance.record_chains(1, [1] * round(100 * taken) + [0] * round(100 * (1 - taken)))
+    [shape] = pacer.choose([Ask("v", 1)], 1, 100)
+    assert shape.width == width
+
+
 def test_chains_counted_together_count_like_each_by_itself() -> None:
     rng = random.Random(3)
     one_by_one, together = Acceptance(), Acceptance()

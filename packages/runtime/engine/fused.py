@@ -44,7 +44,8 @@ MANY_SESSIONS = 48  # and from so many on in longer ones,
 ROW_SECONDS = 0.03  # but none much longer than this: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or this where nobody minds
 LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
-UNLEARNED = 8  # landings that nothing was learned from yet, at most
+UNLEARNED, MOST_UNLEARNED = 8, 16  # landings that nothing was learned from yet: after so many the host learns when it has time,
+SPARE = 0.1  # for so much of the last step, or has to
 PLAIN_STEPS = 4  # of a row; any number where many sessions are and none could draft: the pacer looks between rows only
 DRAFTED_STEPS = (2, 3)  # of some sessions and of many: who ends in between has taken the place of somebody else
 STEPS_BESIDE_PROMPTS = 2  # at most where nothing is drafted: a prompt has a chunk of it read between two rows
@@ -216,7 +217,7 @@ class FusedSteps:
                 landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
             self._take_off(live, {id(work.request): new.token_ids for part in landed for work, _, new in part.works})
         self._unlearned += landed if self._costs else ()
-        if self._pacer.is_due or len(self._unlearned) >= UNLEARNED or not self._steps:
+        if self._may_learn():
             self._learn()
             self._pacer.refresh()
         return [outcome for part in landed for outcome in part.outcomes()]
@@ -232,8 +233,7 @@ class FusedSteps:
             return
         if not all(self._has_room(work, num) for work, num in zip(works, most, strict=True)):
             return
-        going = [Work(work.request, work.token_ids, is_last_chunk=True) for work in works]
-        parts = self._parts(going)
+        parts = self._parts([Work(work.request, work.token_ids, is_last_chunk=True) for work in works])
         if all(self._goes_on(work, depth, ahead) for part, depth in parts for work in part):
             num_ahead = {request: flight.most_tokens for request, flight in ahead.items()}
             self._begin(parts, num_ahead, time.perf_counter())
@@ -292,7 +292,6 @@ class FusedSteps:
             self._pacer.costs = self._costs[_has_sampled(works)]
         shapes = self._pacer.held(asks, len(works)) if asks else []
         if shapes is None:
-            self._learn()
             shapes = self._pacer.choose(asks, len(works), _context(works))
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
         depth = min(max((shape.depth for shape in shapes), default=0), limit)
@@ -354,8 +353,16 @@ class FusedSteps:
 
     # --- what the pacer learns ---
 
+    def _may_learn(self) -> bool:
+        """Not at each landing: it takes the host as long as a few sessions' tokens. Nor, if that can be helped, where the device
+        waits for the host already, behind a prompt most of all."""
+        if not self._steps or len(self._unlearned) >= MOST_UNLEARNED:
+            return True
+        has_time = any(landed.waited_s > SPARE * landed.seconds for landed in self._unlearned[-1:])
+        return has_time and (self._pacer.is_due or len(self._unlearned) >= UNLEARNED)
+
     def _learn(self) -> None:
-        """From what landed since the last time. Not at each landing: it takes the host as long as a few sessions' tokens."""
+        """From what landed since the last time."""
         for landed in self._unlearned:
             self._learn_from(landed)
         self._unlearned.clear()

@@ -6,8 +6,8 @@ All of it belongs to the engine's thread. Knows no requests and no sampling; wha
     K/V       [ sink ]                [ window ......... ]            covers history[:cached], less what its policy dropped
     features                       [ kept .............. ]            all of history[:cached], or the last rows if some dropped
 
-A target that takes whole steps keeps the states of its rows beside their K/V. What such steps left behind is read from there
-when somebody needs it (`catch_up`), which mostly nobody does.
+A target that takes whole steps keeps the states of its rows beside their K/V. What prompts and such steps left behind is read
+from there when somebody needs it (`catch_up`), which mostly nobody does.
 """
 
 from __future__ import annotations

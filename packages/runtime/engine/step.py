@@ -240,7 +240,8 @@ class Stepper:
         rows = work.rows(path)
         assert session.cache is not None
         self._target.commit(session.cache, rows)
-        is_kept = self.holdings.keeps_features and not session.num_behind
+        is_left = self._fused is not None and not (work.is_decode or work.is_settling)  # a prompt's are read when they are needed
+        is_kept = self.holdings.keeps_features and not session.num_behind and not is_left
         self.holdings.keep(session, len(rows), _kept(output.hidden, rows) if is_kept else None)
         self._tell_dropped(request)
         if request.is_ending:

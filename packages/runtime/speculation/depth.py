@@ -30,7 +30,7 @@ RECHECK_STEPS = 8  # a choice holds for so many steps
 HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
-TREE_DOUBT = 1.05  # a tree must promise so much more than a chain: less is known of the many trees that there are
+TREE_DOUBT = 1.05  # a tree must promise so much more than a chain, where both may be: less is known of the many trees
 UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
 PROBE_SHARE = 8  # one of so many sessions takes part
@@ -189,14 +189,16 @@ class Pacer:
         tokens, rows, seconds = float(num_sessions), float(num_sessions), 0.0
         for group, of_one in sorted(limits.items(), key=lambda item: -item[1].total()):
             habit, most = self._habit(group), max(of_one)
-            gains = {width: self._acceptance_of(group, width).gains(most) for width in self._widths(group[1])}
+            widths = self._widths(group[1])
+            gains = {width: self._acceptance_of(group, width).gains(most) for width in widths}
             best, best_rate, promised = PLAIN, 0.0, (0.0, 0.0, 0.0)
             for shape in self._shapes(group[1], most):
                 promise = self._promise(group, shape, of_one, gains.get(shape.width, ()), context)
                 more_tokens, more_rows, more_seconds = promise
                 forward = self._costs.forward(num_sessions, rows + more_rows, context)
                 rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
-                rate *= (IS_BETTER if shape in (PLAIN, habit.shape) else 1.0) / (TREE_DOUBT if shape.width > 1 else 1.0)
+                rate *= IS_BETTER if shape in (PLAIN, habit.shape) else 1.0
+                rate /= TREE_DOUBT if shape.width > 1 and 1 in widths else 1.0
                 if rate > best_rate:
                     best, best_rate, promised = shape, rate, promise
             chosen[group] = habit.shape = best

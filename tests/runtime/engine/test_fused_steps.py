@@ -19,7 +19,8 @@ from runtime.backends.base import FULL, Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import DraftRequest
 from runtime.drafters.none import NoDrafter
-from runtime.engine.fused import UNLEARNED, FusedSteps
+from runtime.engine import fused as fused_steps
+from runtime.engine.fused import MOST_UNLEARNED, UNLEARNED, FusedSteps
 from runtime.engine.local import LocalEngine
 from runtime.errors import EngineUnavailable
 from runtime.features.tap import Tap
@@ -171,7 +172,21 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
     assert learned == [len(part.flight.works) for part in landed]
     assert len(learned) > UNLEARNED
     [acceptance] = fused._pacer._acceptance.values()
-    assert acceptance._levels, "what became of the chains too"
+    assert acceptance._levels or fused._pacer._fates, "what became of the chains too"
+
+
+@pytest.mark.parametrize(("spare", "most"), [(-1.0, UNLEARNED), (1.0, MOST_UNLEARNED)])
+def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_none(
+    spare: float, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fused_steps, "SPARE", spare)
+    numbers = []
+    learn = FusedSteps._learn
+    monkeypatch.setattr(FusedSteps, "_learn", lambda self: numbers.append(len(self._unlearned)) or learn(self))
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
+    Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
+    engine.stop()
+    assert max(numbers) == most
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
@@ -427,7 +442,8 @@ def test_the_tap_gets_the_states_of_every_turn(target: Target, tokenizer: Tokeni
 def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
     policy: CachePolicy, target: Target, tokenizer: Tokenizer, oracle: Target, tmp_path: Path
 ):
-    """Also when forked, at its end or in the middle, or saved in between; for the whole steps alone nobody reads any."""
+    """Also when forked, at its end or in the middle, or saved in between, which is one read more; for the whole steps alone
+    nobody reads any."""
     [decoder], engine = make_engine(target, tokenizer, SPECULATION)
     fused, session_id = Fused(engine, decoder), engine.create_session(SessionOptions(cache_policy=policy)).session_id
     first = fused.begin(prompt_of(1, 9), session_id=session_id)
@@ -441,7 +457,7 @@ def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
     seen = [fused.begin(prompt_of(2, 5), general, session_id=each) for each in (session_id, fork, part)]
     for each in seen:
         assert each.wait().speculation.num_drafted > 0
-    assert target.states.num_reads == 3  # type: ignore[attr-defined]
+    assert target.states.num_reads == 4  # type: ignore[attr-defined]
     history = [*prompt_of(1, 9), *first.token_ids, *prompt_of(2, 5), *seen[0].token_ids]
     for session in engine._store:
         assert session.history == history or session.id == part

@@ -468,6 +468,18 @@ def test_a_tree_must_promise_clearly_more_than_a_chain(chance: float, width: int
     assert shape.width == width
 
 
+@pytest.mark.parametrize(("gain", "depth"), [(0.05, 1), (0.01, 0)])
+def test_a_tree_must_promise_clearly_more_than_a_chain_only_where_it_could_be_one(gain: float, depth: int) -> None:
+    """A tree's step promises so much more than a plain one."""
+    costs = Costs({1: 1.0, 2: 1.7 / (1 + gain)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.TREE, tree_width=4, tree_nodes=1, max_draft_tokens=1), costs)
+    acceptance = pacer._acceptance_of(("v", GREEDY), 4)
+    for _ in range(100):
+        acceptance.record_chains(1, [1] * 70 + [0] * 30)
+    [shape] = pacer.choose([Ask("v", 1)], 1, 100)
+    assert shape.depth == depth
+
+
 def test_chains_counted_together_count_like_each_by_itself() -> None:
     rng = random.Random(3)
     one_by_one, together = Acceptance(), Acceptance()

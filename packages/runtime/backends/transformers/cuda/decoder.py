@@ -22,9 +22,9 @@ from runtime.backends.base import Segment
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
-from runtime.backends.transformers.cuda.sending import send, staged
+from runtime.backends.transformers.cuda.sending import Sender
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, PRIME_ROWS, Picks, Step
-from runtime.backends.transformers.cuda.target import MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
+from runtime.backends.transformers.cuda.target import BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
@@ -101,7 +101,7 @@ class FusedDecoder:
         self._slots = deque(_Slot(len(self._step.result), on_cuda) for _ in range(MAX_FLIGHTS))
         self._sequences: WeakKeyDictionary[Table, _Sequence] = WeakKeyDictionary()
         self._seats = [0] * len(self._step.table_rows)  # what they hold
-        self._graphs = Graphs(target.device)
+        self._graphs, self._sender = Graphs(target.device), Sender(target.device)
         self._flights: deque[_Flight] = deque()
 
     @property
@@ -248,17 +248,17 @@ class FusedDecoder:
     def _warm_up_prompts(self) -> None:
         target = self._target
         target.warm_up()
-        for size in (40, 70, 100, MAX_GRAPH_ROWS + 1):  # of every tile that so many rows to catch up have
-            size = min(size, target.info.max_positions - self.max_depth - 2)
-            history = [0] * (size + 1)
-            cache = target.new_cache()
-            target.forward([Segment(cache, history[:size])])
-            target.commit(cache, range(size))
-            if self._step.network is not None:
-                self.launch([cache], [history], [None], 1)
-                self.collect([False])
-            target.forward([Segment(cache, [0])])
-            target.drop(cache)
+        size = min(MAX_GRAPH_ROWS + 1, target.info.max_positions - self.max_depth - 2)
+        cache = target.new_cache()
+        target.forward([Segment(cache, [0] * size)])
+        target.commit(cache, range(size))
+        if self._step.network is not None:
+            for num_rows in BUCKETS[: BUCKETS.index(PRIME_ROWS) + 1]:
+                self._prime(np.zeros((3, num_rows), dtype=np.int32))
+            self.launch([cache], [[0] * (size + 1)], [None], 1)
+            self.collect([False])
+        target.forward([Segment(cache, [0])])
+        target.drop(cache)
 
     # --- between host and device ---
 
@@ -298,15 +298,20 @@ class FusedDecoder:
             if depth:
                 to_prime.append(_rows_of(table, history, sequence.primed, table.length - 1))
                 sequence.primed = table.length - 1
-        device = self._target.device
-        written = send(np.array(states, dtype=np.int32), device)
-        self._step.state[send(np.array(rows), device), : written.shape[1]] = written
+        written = self._sender.send(np.array(states, dtype=np.int32))
+        self._step.state[:, : written.shape[1]].index_copy_(0, self._sender.send(np.array(rows)), written)
         self._step.seats.take(rows, [sampled for *_, sampled in behind])
         if to_prime:
-            packed = np.concatenate(to_prime, axis=1)
-            for first in range(0, packed.shape[1], PRIME_ROWS):
-                part = np.ascontiguousarray(packed[:, first : first + PRIME_ROWS])
-                self._step.prime(*send(part, device))
+            self._prime(np.concatenate(to_prime, axis=1))
+
+    def _prime(self, rows: np.ndarray) -> None:
+        """The drafter's K/V of these rows: ids, positions and slots, int32 [3, n]."""
+        for first in range(0, rows.shape[1], PRIME_ROWS):
+            part = rows[:, first : first + PRIME_ROWS]
+            padded = np.zeros((3, bucket(part.shape[1])), dtype=np.int32)
+            padded[:, : part.shape[1]] = part
+            self._sender.write(self._step.priming(padded.shape[1]), padded)
+            self._graphs.run(("prime", padded.shape[1]), partial(self._step.prime, padded.shape[1]))
 
     def _draw_numbers(self, sequences: Sequence[_Sequence], num_places: int) -> None:
         """Random numbers for so many places of those that sample, behind those of what is under way; two blocks at most."""
@@ -327,7 +332,7 @@ class FusedDecoder:
         seats = rows + [0] * (num - len(rows))
         if seats != self._seats[:num]:
             self._seats = seats + [0] * (len(self._seats) - num)
-            step.table_rows.copy_(staged(np.array(self._seats, dtype=np.int32), self._target.device), non_blocking=True)
+            self._sender.write(step.table_rows, np.array(self._seats, dtype=np.int32))
         size, is_known = num * (depth + 2), True
         for number in range(flight.num_steps):
             is_known &= self._graphs.run((num, depth, picks), partial(step.run, num, depth, picks))

@@ -16,7 +16,7 @@ import torch
 from runtime.backends.segments import check_root_path
 from runtime.backends.transformers.cache import KVShape
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, DEAD, Blocks, Table, num_blocks_for
-from runtime.backends.transformers.cuda.sending import send
+from runtime.backends.transformers.cuda.sending import Sender
 from runtime.types import CachePolicy
 
 # Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
@@ -30,6 +30,7 @@ class PagedPool:
         assert shape.key_dim == shape.value_dim
         self.shape = shape
         self.blocks = Blocks(num_blocks)
+        self._sender = Sender(shape.device)
         # Zeros, not garbage: whatever the kernels do with masked keys, a NaN is not among them.
         pages = (2 * shape.num_layers, num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.key_dim)
         self._kv = torch.zeros(pages, dtype=shape.dtype, device=shape.device)
@@ -102,7 +103,7 @@ class PagedPool:
         for table, size in zip(tables, num_tokens, strict=True):
             self.blocks.reserve(table, size)
         if self.blocks.copies:
-            sources, targets = send(np.array(self.blocks.copies, dtype=np.int64), self.shape.device).unbind(1)
+            sources, targets = self._sender.send(np.array(self.blocks.copies, dtype=np.int64)).unbind(1)
             self.blocks.copies.clear()
             for plane in self._planes:
                 plane[:, targets] = plane[:, sources]
@@ -136,8 +137,8 @@ class PagedPool:
             places += range(table.row * width + table.first_stale, table.row * width + len(table.blocks))
             entries += table.blocks[table.first_stale :]
             table.first_stale = len(table.blocks)
-        sent = send(np.array([places, entries], dtype=np.int64), self.shape.device)
-        self.device_table.view(-1)[sent[0]] = sent[1].int()
+        sent = [self._sender.send(values) for values in (np.array(places, dtype=np.int64), np.array(entries, dtype=np.int32))]
+        self.device_table.view(-1).scatter_(0, *sent)
 
     def commit(self, table: Table, rows: Sequence[int]) -> None:
         """Keep the tentative rows of one root path and free the rest."""
@@ -162,14 +163,14 @@ class PagedPool:
         """Block and offset of each position."""
         blocks = [table.blocks[position // BLOCK_TOKENS] for position in positions]
         offsets = [position % BLOCK_TOKENS for position in positions]
-        block, offset = send(np.array([blocks, offsets], dtype=np.int64), self.shape.device)
+        block, offset = self._sender.send(np.array([blocks, offsets], dtype=np.int64))
         return block, offset
 
     def states_of(self, table: Table, first: int, end: int) -> torch.Tensor:
         """[end - first, 4H] what the forwards of these committed positions left behind; they must not be dropped."""
         positions = np.arange(first, end)
         slots = np.array(table.blocks, dtype=np.int64)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        return self.states[send(slots, self.shape.device)]
+        return self.states[self._sender.send(slots)]
 
     # --- on disk ---
 

@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from runtime.backends.transformers.cuda.sending import send
+from runtime.backends.transformers.cuda.sending import Sender
 from runtime.speculation.accept import BELOW_ONE
 from runtime.speculation.sampling import LOWEST_TEMPERATURE, Sampled, Uniforms, pick
 from runtime.types import SamplingParams
@@ -52,6 +53,7 @@ class Seats:
         self._params = torch.tensor([_params_of(None)] * num_rows, dtype=torch.float64, device=device)
         self._uniforms = torch.zeros(num_rows, RING_PLACES, 2, dtype=torch.float64, device=device)
         self._sampling: set[int] = set()  # rows that are not greedy
+        self._sender = Sender(device)
 
     def take(self, rows: Sequence[int], sampled: Sequence[Sampled | None]) -> None:
         """Whoever sits there from now on."""
@@ -60,14 +62,14 @@ class Seats:
             return
         self._sampling -= changed.keys()
         self._sampling |= {row for row, one in changed.items() if one is not None}
-        values = torch.tensor([_params_of(one) for one in changed.values()], dtype=torch.float64)
-        self._params[self._index(list(changed))] = send(values, self._params.device)
+        values = np.array([_params_of(one) for one in changed.values()], dtype=np.float64)
+        self._params[self._index(list(changed))] = self._sender.send(values)
 
     def fill(self, rows: Sequence[int], blocks: Sequence[int], sampled: Sequence[Sampled]) -> None:
         """Numbers of places 64 * block and so on, for each of these rows."""
         numbers = torch.stack([one.uniforms.at(b * BLOCK_PLACES, BLOCK_PLACES) for b, one in zip(blocks, sampled, strict=True)])
         halves = self._uniforms.view(len(self._uniforms), 2, BLOCK_PLACES, 2)
-        halves[self._index(rows), self._index([block % 2 for block in blocks])] = send(numbers, self._params.device)
+        halves[self._index(rows), self._index([block % 2 for block in blocks])] = self._sender.send(numbers.numpy())
 
     def settings(self, rows: torch.Tensor) -> Settings:
         """Of these rows, int64 [S]."""
@@ -79,7 +81,7 @@ class Seats:
         return self._uniforms[rows[:, None], at]
 
     def _index(self, values: Sequence[int]) -> torch.Tensor:
-        return send(torch.tensor(values, dtype=torch.int64), self._params.device)
+        return self._sender.send(np.array(values, dtype=np.int64))
 
 
 def _params_of(sampled: Sampled | None) -> tuple[float, ...]:

@@ -48,6 +48,7 @@ class Step:
         self.seats = sampling.Seats(num_seats, device)
         self.table_rows = torch.zeros(max_sequences, dtype=torch.int32, device=device)
         self.result = torch.zeros(max(2 * max_sequences, self.max_rows + MAX_DRAFTING), dtype=torch.int32, device=device)
+        self._to_prime = torch.zeros(3 * PRIME_ROWS, dtype=torch.int32, device=device)
         self.buffers = Buffers(self.max_rows, target.network.geometry, target.embedding.dtype, device)
         self._head = Head(target.lm_head, self.max_rows)
         self._plans: dict[tuple[int, int], _Plan] = {}
@@ -157,12 +158,16 @@ class Step:
             (network.cos, network.sin), self._target.embedding,
         )  # fmt: skip
 
-    def prime(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """The drafter's K/V of committed rows, int32 [n] each, at most `PRIME_ROWS`."""
-        assert self.network is not None
+    def priming(self, num_rows: int) -> torch.Tensor:
+        """Where ids, positions and slots come to lie of so many rows that `prime` looks at: int32 [3, num_rows]."""
+        return self._to_prime[: 3 * num_rows].view(3, num_rows)
+
+    def prime(self, num_rows: int) -> None:
+        """The drafter's K/V of committed rows, at most `PRIME_ROWS`; those in slot 0 are nobody's."""
+        ids, positions, slots = self.priming(num_rows)
         nobody = dict.fromkeys(SEQUENCE_FIELDS, self.table_rows[:0])
         rows = Rows(ids, positions, slots, self._target.pool.device_table, **nobody, max_size=0)
-        self.catch_up(rows, self._prime_buffers.x[: len(ids)], self._prime_buffers)
+        self.catch_up(rows, self._prime_buffers.x[:num_rows], self._prime_buffers)
 
 
 class _Draws:

@@ -23,7 +23,7 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.launch import NO_WINDOW, SEQUENCE_FIELDS, Buffers, Head, Rows
 from runtime.backends.transformers.cuda.network import Network, read_network
 from runtime.backends.transformers.cuda.pool import PagedPool
-from runtime.backends.transformers.cuda.sending import send, staged
+from runtime.backends.transformers.cuda.sending import Sender
 from runtime.hidden_states import HiddenStates
 from runtime.types import CachePolicy
 
@@ -83,7 +83,7 @@ class CudaTarget:
         self.device = shape.device
         num_blocks = pool_bytes // PagedPool.page_bytes(shape, info.hidden_size)
         self.pool = PagedPool(shape, info.hidden_size, info.max_positions, num_blocks)
-        self._graphs = Graphs(self.device)
+        self._graphs, self._sender = Graphs(self.device), Sender(self.device)
         self._buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
         self._head = Head(network.head)
         self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * max(GRAPH_SEQUENCES), dtype=torch.int32, device=self.device)
@@ -120,13 +120,13 @@ class CudaTarget:
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
         if (shape := graph_shape(len(segments), ends[-1])) is not None:
             num, num_rows = shape
-            packed = staged(pack(segments, tables, sizes, starts, num_rows, num), self.device)
-            self._inputs[: len(packed)].copy_(packed, non_blocking=True)
+            packed = pack(segments, tables, sizes, starts, num_rows, num, is_tree)
+            self._sender.write(self._inputs[: len(packed)], packed)
             self._replay(num, num_rows, is_tree)
             hidden = self._states(self._buffers.hidden[: ends[-1]].clone())
         else:
-            packed = send(pack(segments, tables, sizes, starts, ends[-1], len(segments)), self.device)
-            rows = unpack(packed, self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
+            packed = pack(segments, tables, sizes, starts, ends[-1], len(segments), is_tree)
+            rows = unpack(self._sender.send(packed), self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
             buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
             self.run_layers(rows, buffers)
             hidden = self._states(buffers.hidden)
@@ -135,7 +135,7 @@ class CudaTarget:
         wanted = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.num_logits, end)]
         logits = torch.empty(len(wanted), self._info.vocab_size, dtype=torch.float32, device=self.device)
         if wanted:
-            last = hidden.last if len(wanted) == ends[-1] else hidden.last[send(np.array(wanted), self.device)]
+            last = hidden.last if len(wanted) == ends[-1] else hidden.last[self._sender.send(np.array(wanted))]
             self._head.logits(last, logits)
         by_segment = torch.split(logits, [segment.num_logits for segment in segments])
         return [SegmentOutput(part, hidden[start:end]) for part, start, end in zip(by_segment, starts, ends, strict=True)]
@@ -254,9 +254,16 @@ def _parts(segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
 
 
 def pack(
-    segments: Sequence[Segment], tables: Sequence[Table], sizes: Sequence[int], starts: Sequence[int], num_rows: int, num: int
+    segments: Sequence[Segment],
+    tables: Sequence[Table],
+    sizes: Sequence[int],
+    starts: Sequence[int],
+    num_rows: int,
+    num: int,
+    is_tree: bool,
 ) -> np.ndarray:
-    """All of `Rows` that changes, as one int32 array: ancestors (int64), ids, positions, slots, then the fields by sequence."""
+    """All of `Rows` that changes, as one int32 array: ancestors (int64), ids, positions, slots, then the fields by sequence.
+    is_tree: the ancestors are looked at."""
     packed = np.zeros(5 * num_rows + 6 * num, dtype=np.int32)
     ancestors = packed[: 2 * num_rows].view(np.int64)
     ids, positions, slots = packed[2 * num_rows : 5 * num_rows].reshape(3, num_rows)
@@ -264,11 +271,11 @@ def pack(
     for s, (segment, table, size, start) in enumerate(zip(segments, tables, sizes, starts, strict=True)):
         end = start + size
         ids[start:end] = segment.token_ids
-        positions[start:end] = np.asarray(depths(segment.parents, size)) + table.length
         places = np.arange(table.length, table.length + size)
+        positions[start:end] = places if segment.parents is None else np.asarray(depths(segment.parents, size)) + table.length
         blocks = np.array(table.blocks[table.length // BLOCK_TOKENS :], dtype=np.int32)
         slots[start:end] = blocks[places // BLOCK_TOKENS - table.length // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
-        if size <= MAX_NODES:
+        if is_tree and size <= MAX_NODES:
             ancestors[start:end] = masks(segment.parents, size)
         window = NO_WINDOW if table.policy.window is None else table.policy.window
         assert table.row is not None

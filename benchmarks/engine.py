@@ -78,7 +78,7 @@ class Plan:
     domains: tuple[str, ...] = ()  # of the section never; none: the first ones
     num_domains: int = 4
     never_tokens: int = 64
-    never_requests: int = 4  # at least; else three times as many as at once
+    place_tokens: int = 192  # that each of so many at once makes there
     rounds: int = 3
     flat_requests: int = 10_000
     flat_concurrency: int = 64
@@ -87,7 +87,7 @@ class Plan:
         if device == "cpu":
             return self
         more = (*self.batch_sizes, 32, 64)
-        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, never_requests=8)
+        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, place_tokens=640)
 
 
 QUICK = Plan(
@@ -102,6 +102,7 @@ QUICK = Plan(
     concurrencies=(1, 4),
     num_domains=2,
     never_tokens=24,
+    place_tokens=72,
     rounds=1,
     flat_requests=200,
     flat_concurrency=16,
@@ -205,7 +206,7 @@ class Bench:
             DEPTHS,
             plan.concurrencies,
             plan.never_tokens,
-            plan.never_requests,
+            plan.place_tokens,
             plan.rounds,
             say,
         )

@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import takewhile
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ Say = Callable[[str], None]
 Name = TypeVar("Name")
 ADAPTIVE = "adaptive"  # the name of that arm
 FULL_ROUNDS = 2  # of the section never, with all depths
+LEAST_AGREED = 8  # tokens of an answer, or it is left out there
+LEAST_EACH, LEAST_REQUESTS = 3, 4  # requests of each place, and of all, there
 HOPEFUL = 0.75  # of the best depth's rate: what comes less near has no part in the rounds after those
 
 
@@ -212,34 +215,50 @@ def never_slower(
     depths: Sequence[int],
     concurrencies: Sequence[int],
     max_tokens: int,
-    least_requests: int,
+    place_tokens: int,
     rounds: int,
     say: Say,
 ) -> Row:
     """By domain and number of requests at once: tokens per second at each fixed depth and adaptively, and the ratio to the best.
 
-    All arms do the same work: an answer is as long as plain decoding made it, which is asked first, wherever it would end by
-    itself. A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while
-    touches one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is
-    taken, or luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds.
+    All arms do the same work, token by token: the fixed depths are asked first, and of each answer as much counts as they all
+    give. In float32 that is all of it, nearly always. In bfloat16 shapes of forwards part them sooner, and then one arm has text
+    that is easier to draft than another's, which says nothing of either. (`same` says how many of an arm's answers were as
+    asked for.) There are so many of them that each of the places taken makes place_tokens, or nearly.
+
+    A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
+    one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
+    luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
         arms[str(depth)] = (fixed, {"max_draft_tokens": depth} if depth else {"speculate": False})
-    plain = fixed.run([prompt.token_ids for prompt in prompts], max(concurrencies), max_tokens, speculate=False)
-    texts: dict[str, list[tuple[list[int], int]]] = {}  # by domain, with the length of its answer
-    for prompt, answer in zip(prompts, plain, strict=True):
-        texts.setdefault(prompt.domain, []).append((prompt.token_ids, len(answer.token_ids)))
+    asked = [prompt.token_ids for prompt in prompts]
+    answers = [fixed.run(asked, max(concurrencies), max_tokens, **fields) for served, fields in arms.values() if served is fixed]
+    texts: dict[str, list[tuple[list[int], list[int]]]] = {}  # by domain, with its answer
+    for prompt, *given in zip(prompts, *answers, strict=True):
+        if len(agreed := _common_start([answer.token_ids for answer in given])) >= LEAST_AGREED:
+            texts.setdefault(prompt.domain, []).append((prompt.token_ids, agreed))
+    if not texts:
+        raise SystemExit(f"engine: no answer is the same for {LEAST_AGREED} tokens at all depths; there is nothing to compare.")
+    say(f"all depths agree on {mean(len(text) for here in texts.values() for _, text in here):.0f} tokens of an answer")
     cells = [_Cell(domain, num, arms) for domain in texts for num in concurrencies]
     for number in range(rounds):
         for cell in cells:
-            num_requests, here = max(least_requests, 3 * cell.concurrency), texts[cell.domain]
-            chosen, lengths = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
+            here = texts[cell.domain]
+            num_each = max(place_tokens / mean(len(text) for _, text in here), LEAST_EACH)
+            num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
+            chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
             for name in turns(cell.arms(), number):
                 served, fields = arms[name]
-                cell.note(name, served.run(chosen, cell.concurrency, lengths, ignore_eos=True, **fields))
+                given = served.run(chosen, cell.concurrency, list(map(len, wanted)), ignore_eos=True, **fields)
+                cell.note(name, given, wanted)
             say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: adaptive / best fixed {cell.ratio:.3f}")
     return {"cells": [cell.row() for cell in cells], "smallest_ratio": min(cell.ratio for cell in cells)}
+
+
+def _common_start(texts: Sequence[Sequence[int]]) -> list[int]:
+    return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*texts, strict=False))]
 
 
 class _Cell:
@@ -248,10 +267,12 @@ class _Cell:
     def __init__(self, domain: str, concurrency: int, arms: Iterable[str]) -> None:
         self.domain, self.concurrency = domain, concurrency
         self._rates: dict[str, list[float]] = {name: [] for name in arms}
+        self._same: dict[str, list[bool]] = {name: [] for name in arms}
         self._drafted = SpeculationStats()  # adaptively
 
-    def note(self, arm: str, answers: Sequence[Answer]) -> None:
+    def note(self, arm: str, answers: Sequence[Answer], wanted: Sequence[Sequence[int]]) -> None:
         self._rates[arm].append(_throughput(answers))
+        self._same[arm] += [answer.token_ids == text for answer, text in zip(answers, wanted, strict=True)]
         for answer in answers if arm == ADAPTIVE else ():
             self._drafted.add(answer.stats)
 
@@ -274,6 +295,7 @@ class _Cell:
             "ratio": self.ratio,
             "tokens_per_s": {name: median(rates) for name, rates in self._rates.items()},
             "rounds": self._rates,
+            "same": {name: mean(same) for name, same in self._same.items()},
             "drafted_per_step": self._drafted.num_drafted / max(self._drafted.num_steps, 1),
         }
 

@@ -61,6 +61,7 @@ def test_all_sections_run_and_add_up(prompts: Path, tmp_path: Path, capsys: pyte
     cells = sections["never"]["cells"]
     assert [(cell["domain"], cell["concurrency"]) for cell in cells] == [("chat", 1), ("chat", 4), ("code", 1), ("code", 4)]
     assert set(cells[0]["tokens_per_s"]) == {"adaptive", *map(str, engine.DEPTHS)}
+    assert all(share == 1 for cell in cells for share in cell["same"].values()), "in float32 all arms say the same"
     assert sections["never"]["smallest_ratio"] == min(cell["ratio"] for cell in cells)
     assert sections["equality"]["ok"]
     assert sections["equality"]["equal"].keys() == {"chains of every depth", "adaptive"}
@@ -171,6 +172,11 @@ def test_an_arm_that_says_something_else_when_asked_again_is_found() -> None:
     assert not engine_sections.repeats(Recited("x", [5, 6, 8]), [prompt], answers, 3)["ok"]
 
 
+def test_of_an_answer_as_much_counts_as_all_give() -> None:
+    assert engine_sections._common_start([[1, 2, 3, 4], [1, 2, 3], [1, 2, 5, 4]]) == [1, 2]
+    assert engine_sections._common_start([[1], [2]]) == []
+
+
 def test_arms_take_turns() -> None:
     names = ["a", "b", "c"]
     assert [engine_sections.turns(names, number) for number in range(3)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
@@ -182,7 +188,8 @@ def test_depths_far_behind_sit_out_later_rounds_and_the_others_are_compared_roun
     for number in range(3):
         for arm in cell.arms():
             times = [1.0] * int(10 * rates[arm][number])
-            cell.note(arm, [Answer(0.0, [], [*times, 20.0]), Answer(10.0, [], [11.0])])
+            cell.note(arm, [Answer(0.0, [], [*times, 20.0]), Answer(10.0, [7], [11.0])], [[], [7, 8]])
     assert cell.arms() == ["adaptive", "3", "5"]
     assert cell.row()["rounds"] == rates
+    assert set(cell.row()["same"].values()) == {0.5}, "one of two answers was as asked for"
     assert cell.ratio == pytest.approx(0.9), "the median of 9 / 10, 12 / 11 and 10 / 12.5, the depth of 3 being the best"

@@ -78,7 +78,7 @@ class Drafting:
         if not drafting:
             return
         context = sum(work.request.session.cached for work in works) // len(works)
-        asks = [ask_for(work) for work in drafting]
+        asks = [ask_for(work, min(work.request.num_remaining, MAX_NODES)) for work in drafting]
         shapes = self._pacer.choose(asks, len(works), context)
         calls: dict[tuple[str, int], list[Work]] = {}
         for work, ask, shape in zip(drafting, asks, shapes, strict=True):
@@ -151,12 +151,12 @@ class Drafting:
         )
 
 
-def ask_for(work: Work, most: int = MAX_NODES) -> Ask:
-    """How the pacer is asked for the shape of its draft, which has `most` levels anyway."""
+def ask_for(work: Work, most: int) -> Ask:
+    """How the pacer is asked for the shape of its draft, of which so many levels can be of use."""
     assert work.drafter is not None
     request, version = work.request, work.drafter.version
     asked = request.params.max_draft_tokens
-    limit = min(request.num_remaining, most) if asked is None else min(asked, request.num_remaining, most)
+    limit = most if asked is None else min(asked, most)
     ask = request.ask
     if ask is None or ask.limit != limit or ask.version != version:
         ask = request.ask = Ask(version, limit, request.draft_kind)

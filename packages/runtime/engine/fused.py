@@ -279,13 +279,13 @@ class FusedSteps:
     def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:
         """Those that draft, and how deep, and those that do not. The pacer says it; here all drafts are chains, and those that
         draft share the greatest depth."""
-        if not self._decoder.max_depth:
+        if not self._decoder.max_depth or not works:
             return [(list(works), 0)] if works else []
         drafting: list[Work] = []
         for work in works:
             work.drafter = self._drafter_for(work.request)
             if work.drafter is not None:
-                work.ask = ask_for(work, self._decoder.max_depth)
+                work.ask = ask_for(work, self._decoder.max_depth)  # near its end too: those few steps are not worth a choice
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
         if self._costs:
@@ -294,7 +294,7 @@ class FusedSteps:
         if shapes is None:
             shapes = self._pacer.choose(asks, len(works), _context(works))
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
-        depth = min(max((shape.depth for shape in shapes), default=0), limit)
+        depth = min(max((shape.depth for shape in shapes), default=0), limit, max(work.request.num_remaining for work in works))
         shared = Shape(depth)
         for work, shape in zip(drafting, shapes, strict=True):
             work.shape = shared if shape.depth else PLAIN

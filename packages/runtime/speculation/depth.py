@@ -28,6 +28,7 @@ from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
 
 RECHECK_STEPS = 8  # a choice holds for so many steps
 HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
+MAX_HELD = 64  # sets of sessions
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
 TREE_DOUBT = 1.05  # a tree must promise so much more than a chain, where both may be: less is known of the many trees
@@ -57,7 +58,8 @@ class Pacer:
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
         self._choice = _Choice({}, 0.0, 0)  # the last one
         self._due: tuple[Costs, Hashable, Limits, int, int] | None = None  # what `refresh` is to choose for
-        self._held = NOTHING_HELD
+        self._held: dict[Hashable, _Held] = {}  # what was said, by the sessions it was said of
+        self._num_held = 0  # steps for which nothing was asked, since `choose` was
         self._fates: dict[tuple[Group, int], list[int]] = {}  # by depth: levels accepted of chains since the last choice
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
@@ -75,7 +77,7 @@ class Pacer:
             most = self._config.max_draft_tokens
             by_ask = {ask: self._shape(most, self._widths(ask.kind)[0]).cut(ask.limit) for ask in set(asks)}
             return [by_ask[ask] for ask in asks]
-        held, self._held = self._held, NOTHING_HELD
+        num_steps, self._num_held = 1 + self._num_held, 0
         self._num_steps += 1
         self._num_sessions = num_sessions
         numbers = Counter(asks)
@@ -86,23 +88,31 @@ class Pacer:
         self._choice = self._choice_for(limits, num_sessions, context)
         if any(shape.depth for shape in self._choice.shapes.values()) and self._is_plain_due(num_sessions, context):
             return [PLAIN] * len(asks)
-        shapes = {group: self._next(group, shape, 1 + held.num_used) for group, shape in self._choice.shapes.items()}
+        shapes = {group: self._next(group, shape, num_steps) for group, shape in self._choice.shapes.items()}
         if any(self._is_trying(group) for group in shapes):
             return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
         by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
         chosen = [by_ask[ask] for ask in asks]
-        if self._whole_steps and all(shape.depth and self._habit(group).is_settled for group, shape in shapes.items()):
-            self._held = _Held(list(asks), num_sessions, self.costs, chosen)
+        if self._whole_steps:
+            self._hold(asks, num_sessions, chosen, shapes)
         return chosen
 
     def held(self, asks: Sequence[Ask], num_sessions: int) -> list[Shape] | None:
-        """What `choose` said last, while it holds for the same sessions; None: choose anew."""
-        held = self._held
-        if held.num_used == HELD_STEPS or held.asks != asks or held.num_sessions != num_sessions or held.costs is not self.costs:
+        """What `choose` said of such sessions, while it holds; None: choose anew."""
+        held = self._held.get((num_sessions, *asks))
+        if held is None or held.num_used == HELD_STEPS or held.costs is not self.costs:
             return None
         held.num_used += 1
+        self._num_held += 1
         self._num_steps += 1
         return held.shapes
+
+    def _hold(self, asks: Sequence[Ask], num_sessions: int, chosen: list[Shape], shapes: Mapping[Group, Shape]) -> None:
+        is_settled = all(shape.depth and self._habit(group).is_settled for group, shape in shapes.items())
+        if len(self._held) >= MAX_HELD or not is_settled:
+            self._held.clear()
+        if is_settled:
+            self._held[num_sessions, *asks] = _Held(self.costs, chosen)
 
     def _choice_for(self, limits: Limits, num_sessions: int, context: int) -> _Choice:
         groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
@@ -132,8 +142,11 @@ class Pacer:
         """Make the last choice anew, if it was old and costs are still the same."""
         if self._due is not None:
             (costs, signature, limits, num_sessions, context), self._due = self._due, None
-            if costs is self.costs and self._choose(signature, limits, num_sessions, context).shapes != self._choice.shapes:
-                self._held = NOTHING_HELD
+            before = self._choices.get(signature)
+            if costs is self.costs and (
+                before is None or self._choose(signature, limits, num_sessions, context).shapes != before.shapes
+            ):
+                self._held.clear()
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
@@ -330,7 +343,8 @@ class Pacer:
             self.costs.forget(version)
         self._choices.clear()
         self._fates.clear()
-        self._due, self._held = None, NOTHING_HELD
+        self._held.clear()
+        self._due = None
 
     # --- what is known ---
 
@@ -360,13 +374,8 @@ class _Choice(NamedTuple):
 
 @dataclass
 class _Held:
-    """What was said, and for whom."""
+    """What was said, and by which costs."""
 
-    asks: list[Ask]
-    num_sessions: int
     costs: Costs | None
     shapes: list[Shape]
     num_used: int = 0
-
-
-NOTHING_HELD = _Held([], 0, None, [])

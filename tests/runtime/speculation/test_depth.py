@@ -525,6 +525,22 @@ def test_what_was_said_of_whole_steps_holds_for_the_same_sessions_and_no_longer(
     assert pacer.held(asks, 2) is None
 
 
+def test_what_was_said_of_some_sessions_holds_while_others_come_and_go_until_more_is_known() -> None:
+    costs = StepCosts({(num, depth): 1.0 + 0.05 * depth for num in (1, 2) for depth in range(4)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
+    two, one = [Ask("v", 3), Ask("v", 3)], [Ask("v", 3)]
+    said = pacer.choose(two, 2, 100)
+    assert pacer.choose(one, 1, 100)
+    assert pacer.held(two, 2) == said
+    for _ in range(RECHECK_STEPS):
+        pacer.record_chains(("v", GREEDY), 3, [0] * 100)
+        pacer.choose(one, 1, 100)
+    assert pacer.held(two, 2) == said
+    pacer.refresh()
+    assert pacer.choose(one, 1, 100)[0].depth == 0
+    assert pacer.held(two, 2) is None
+
+
 def test_looks_at_other_shapes_come_as_often_where_steps_are_held() -> None:
     costs = StepCosts({(1, depth): 1.0 + 0.4 * depth for depth in range(6)})
     pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), costs, whole_steps=True)

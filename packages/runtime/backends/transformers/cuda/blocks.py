@@ -62,8 +62,12 @@ class Blocks:
         self.copies: list[tuple[int, int]] = []
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_blocks - 1 - self.num_free
 
     def reserve(self, table: Table, num_tokens: int) -> None:
         """Blocks for so many tokens behind the committed ones, all of them writable. EngineUnavailable if the pool is full."""

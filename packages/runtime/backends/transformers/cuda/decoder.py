@@ -24,14 +24,13 @@ from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import Sender
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, PRIME_ROWS, Picks, Step
-from runtime.backends.transformers.cuda.target import BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
+from runtime.backends.transformers.cuda.target import AHEAD_TOKENS, BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
 
 WARM_UP_ROUNDS = 3  # behind one that captures
 WARM_UP_STEPS = 6  # of a round, in a row, as steps follow each other later
-AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 MAX_SEQUENCES = 2048  # of one step
 MAX_STEPS = 16  # in a row
 MAX_FLIGHTS = 4  # launched and not collected: two steps, each of those that draft and those that do not
@@ -133,7 +132,7 @@ class FusedDecoder:
         table = self._target.pool[cache]
         if sequence := self._sequences.pop(table, None):
             sequence.is_lost = True
-            self._target.pool.blocks.trim(table)
+        self._target.pool.blocks.trim(table)
 
     def abandon(self) -> None:
         """Something went wrong: nothing of what is under way is collected, and all sequences begin anew."""

@@ -21,6 +21,7 @@ from runtime.types import CachePolicy
 
 # Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
 FEWEST_ROWS, MOST_ROWS, MOST_ENTRIES = 512, 4096, 2**24
+FEW_TABLES = 4  # whose new entries are sooner sent one by one than together
 
 
 class PagedPool:
@@ -131,6 +132,13 @@ class PagedPool:
         """Entries that the device does not have yet, of all of them at once."""
         if not tables:
             return
+        if len(tables) <= FEW_TABLES:
+            for table in tables:
+                assert table.row is not None
+                stale = np.array(table.blocks[table.first_stale :], dtype=np.int32)
+                self._sender.write(self.device_table[table.row, table.first_stale : len(table.blocks)], stale)
+                table.first_stale = len(table.blocks)
+            return
         width, places, entries = self.device_table.shape[1], list[int](), list[int]()
         for table in tables:
             assert table.row is not None
@@ -141,7 +149,7 @@ class PagedPool:
         self.device_table.view(-1).scatter_(0, *sent)
 
     def commit(self, table: Table, rows: Sequence[int]) -> None:
-        """Keep the tentative rows of one root path and free the rest."""
+        """Keep the tentative rows of one root path and free the rest; with all of them kept, blocks taken ahead stay taken."""
         check_root_path(table.parents, rows)
         if rows and rows[-1] != len(rows) - 1:  # not simply the first rows: move them together
             sources = self._places(table, [table.length + row for row in rows])
@@ -149,7 +157,7 @@ class PagedPool:
             for plane in self._planes:
                 # With a slice between two index tensors their axis comes first: [rows, n, heads, width] on both sides.
                 plane[:, targets[0], :, targets[1]] = plane[:, sources[0], :, sources[1]]
-        self.advance(table, len(rows))
+        self.advance(table, len(rows), keep_tail=len(rows) == len(table.parents))
 
     def advance(self, table: Table, num_tokens: int, keep_tail: bool = False) -> None:
         """The first tentative rows are committed where they lie. keep_tail: blocks taken ahead stay taken."""

@@ -87,7 +87,7 @@ class Plan:
         if device == "cpu":
             return self
         more = (*self.batch_sizes, 32, 64)
-        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, place_tokens=640)
+        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, place_tokens=256)
 
 
 QUICK = Plan(

@@ -48,12 +48,13 @@ class Segment:
         None  # [len(token_ids)], index of each node's parent in this segment, -1: the cache; None: a chain
     )
     num_logits: int = 1  # logits for the last num_logits rows; 0: none
+    wants_states: bool = True  # False: a target that keeps them (`whole_steps.KeepsStates`) may leave them out of the output
 
 
 @dataclass(frozen=True)
 class SegmentOutput:
     logits: torch.Tensor  # [num_logits, V] float32
-    hidden: HiddenStates  # of all rows of the segment, in order
+    hidden: HiddenStates  # of all rows of the segment, in order; of none, where they were left out
 
 
 class Target(Protocol):

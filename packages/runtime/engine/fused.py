@@ -20,8 +20,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from runtime.backends.whole_steps import Fuses
 from runtime.config import SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
@@ -29,6 +28,7 @@ from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.engine.drafting import Drafting, ask_for
+from runtime.engine.flights import Flight, Landed, Lessons, Outcome, has_sampled
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
@@ -36,62 +36,16 @@ from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdicts
 from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import Pacer
-from runtime.speculation.shape import PLAIN, Group, Shape
+from runtime.speculation.shape import PLAIN, Shape
 
 MAX_DEPTH = 7  # of a chain on the device, whatever the settings allow elsewhere
 SOME_SESSIONS = 12  # from so many on steps come in a row,
 MANY_SESSIONS = 48  # and from so many on in longer ones,
 ROW_SECONDS = 0.03  # but none much longer than this: new requests wait meanwhile,
 PATIENT_SECONDS = 0.2  # or this where nobody minds
-LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
-UNLEARNED, MOST_UNLEARNED = 8, 16  # landings that nothing was learned from yet: after so many the host learns when it has time,
-SPARE = 0.1  # for so much of the last step, or has to
 PLAIN_STEPS = 4  # of a row; any number where many sessions are and none could draft: the pacer looks between rows only
 DRAFTED_STEPS = (2, 3)  # of some sessions and of many: who ends in between has taken the place of somebody else
 STEPS_BESIDE_PROMPTS = 2  # at most where nothing is drafted: a prompt has a chunk of it read between two rows
-
-
-class Outcome(NamedTuple):
-    """What a step, or several, emitted for one session; as many rows are committed."""
-
-    work: Work
-    verdict: Verdicts
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that is under way, or several."""
-
-    works: list[Work]
-    requests: set[int]  # their ids
-    caches: list[int]
-    depth: int
-    num_steps: int
-    began: float
-    is_typical: bool  # of what such a step takes
-
-    @property
-    def most_tokens(self) -> int:
-        return (self.depth + 1) * self.num_steps
-
-
-@dataclass(frozen=True)
-class _Landed:
-    """What a step brought: works as they are now and as they were launched, and their new tokens."""
-
-    works: list[tuple[Work, Work, Verdicts]]
-    flight: _Flight
-    seconds: float  # from the landing before it, less what was spent elsewhere
-    waited_s: float  # of these, for the device
-
-    def outcomes(self) -> list[Outcome]:
-        outcomes = []
-        for work, launched, verdict in self.works:
-            work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
-            if work.drafter is not None and work.shape.depth:
-                work.request.note_drafter(work.drafter.version)
-            outcomes.append(Outcome(work, verdict))
-        return outcomes
 
 
 class FusedSteps:
@@ -113,12 +67,11 @@ class FusedSteps:
         self._is_patient = sessions.patient
         self._loaded: Drafter | None = None  # whose weights the decoder has
         self._can_draft = False  # whether it took them
-        self._steps: deque[list[_Flight]] = deque()  # under way: of each those that draft and those that do not
+        self._steps: deque[list[Flight]] = deque()  # under way: of each those that draft and those that do not
         self._landed_at = 0.0
         self._elsewhere_s = 0.0  # that the host spent on the general way since then
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
-        self._costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without
-        self._unlearned: list[_Landed] = []
+        self._lessons = Lessons(self._pacer)
         self._is_alone = False  # nobody goes the general way in this step
         self.num_steps = 0  # so far
 
@@ -131,8 +84,8 @@ class FusedSteps:
         self._load()
         self._seconds = self._decoder.warm_up(self._decoder.max_sequences)
         if self._is_adaptive:
-            self._costs = {samples: StepCosts(self._seconds) for samples in (False, True)}
-            self._pacer.costs = self._costs[False]
+            self._lessons.costs = {samples: StepCosts(self._seconds) for samples in (False, True)}
+            self._pacer.costs = self._lessons.costs[False]
         gc.collect()
         gc.freeze()  # with thousands of sessions the collector runs all the time; what is here by now it need not look at again
 
@@ -158,7 +111,7 @@ class FusedSteps:
     def abandon(self) -> None:
         """A step raised: nothing that is under way is looked at any more."""
         self._steps.clear()
-        self._unlearned.clear()
+        self._lessons.forget()
         self._decoder.abandon()
 
     def takes(self, work: Work) -> bool:
@@ -190,7 +143,7 @@ class FusedSteps:
     def _load(self) -> None:
         active = self._drafting.active
         if self._loaded is not active:
-            self._learn()
+            self._lessons.learn(self._loaded)
             if self._loaded is not None:
                 self._pacer.forget(self._loaded.version)
             self._loaded = active
@@ -216,9 +169,9 @@ class FusedSteps:
                 parts = self._parts(live)
                 landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
             self._take_off(live, {id(work.request): new.token_ids for part in landed for work, _, new in part.works})
-        self._unlearned += landed if self._costs else ()
-        if self._may_learn():
-            self._learn()
+        self._lessons.note(landed)
+        if self._lessons.is_due or not self._steps:
+            self._lessons.learn(self._loaded)
             self._pacer.refresh()
         return [outcome for part in landed for outcome in part.outcomes()]
 
@@ -244,7 +197,7 @@ class FusedSteps:
 
     def _begin(self, parts: Sequence[tuple[list[Work], int]], num_ahead: Mapping[int, int], began: float) -> None:
         """num_ahead: tokens that the host has not taken yet, by request's id."""
-        flights: list[_Flight] = []
+        flights: list[Flight] = []
         for part, depth in parts:
             try:
                 flights.append(self._launch(part, depth, num_ahead, began))
@@ -288,8 +241,8 @@ class FusedSteps:
                 work.ask = ask_for(work, self._decoder.max_depth)  # near its end too: those few steps are not worth a choice
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
-        if self._costs:
-            self._pacer.costs = self._costs[_has_sampled(works)]
+        if costs := self._lessons.costs:
+            self._pacer.costs = costs[has_sampled(works)]
         shapes = self._pacer.held(asks, len(works)) if asks else []
         if shapes is None:
             shapes = self._pacer.choose(asks, len(works), _context(works))
@@ -301,7 +254,7 @@ class FusedSteps:
         parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
         return [(part, part_depth) for part, part_depth in parts if part]
 
-    def _launch(self, works: list[Work], depth: int, num_ahead: Mapping[int, int], began: float) -> _Flight:
+    def _launch(self, works: list[Work], depth: int, num_ahead: Mapping[int, int], began: float) -> Flight:
         """began: from when on this one takes its time, if none before it does."""
         caches = [_cache(work) for work in works]
         histories = [work.request.session.history for work in works]
@@ -312,7 +265,7 @@ class FusedSteps:
         is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
         self.num_steps += num_steps
-        return _Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
+        return Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 
     def _num_in_a_row(self, works: list[Work], depth: int, num_ahead: Mapping[int, int]) -> int:
         """Steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
@@ -334,7 +287,7 @@ class FusedSteps:
         longest = max(len(work.request.session.history) + more for work, more in zip(works, num_new, strict=True))
         return max(min(num, of_use, (self._info.max_positions - longest) // (depth + 1)), 1)
 
-    def _land(self, flight: _Flight, works: Sequence[Work]) -> _Landed:
+    def _land(self, flight: Flight, works: Sequence[Work]) -> Landed:
         """The end of a step, for those of these that are in it, with the cache that they had when it began."""
         present = {id(work.request): work for work in works}
         mine: list[Work | None] = []
@@ -349,40 +302,7 @@ class FusedSteps:
             if work is not None and new:
                 sizes = (1,) * len(new) if not flight.depth else emitted.sizes[index] if emitted.sizes else (len(new),)
                 landed.append((work, launched, Verdicts(new, sizes)))
-        return _Landed(landed, flight, seconds, emitted.waited_s)
-
-    # --- what the pacer learns ---
-
-    def _may_learn(self) -> bool:
-        """Not at each landing: it takes the host as long as a few sessions' tokens. Nor, if that can be helped, where the device
-        waits for the host already, behind a prompt most of all."""
-        if not self._steps or len(self._unlearned) >= MOST_UNLEARNED:
-            return True
-        has_time = any(landed.waited_s > SPARE * landed.seconds for landed in self._unlearned[-1:])
-        return has_time and (self._pacer.is_due or len(self._unlearned) >= UNLEARNED)
-
-    def _learn(self) -> None:
-        """From what landed since the last time."""
-        for landed in self._unlearned:
-            self._learn_from(landed)
-        self._unlearned.clear()
-
-    def _learn_from(self, landed: _Landed) -> None:
-        """What a step took, and what became of its drafts."""
-        flight = landed.flight
-        costs, num = self._costs[_has_sampled(flight.works)], len(flight.works)
-        costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
-        if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:
-            costs.record_device(num, flight.depth, landed.seconds / flight.num_steps)
-        if not flight.depth:
-            return
-        num_accepted: dict[Group, list[int]] = {}
-        for _, launched, verdict in landed.works:
-            if launched.ask is not None and launched.drafter is self._loaded:
-                numbers = num_accepted.setdefault((launched.ask.version, launched.ask.kind), [])
-                numbers.extend([size - 1 for size in verdict.sizes])
-        for group, numbers in num_accepted.items():
-            self._pacer.record_chains(group, flight.depth, numbers)
+        return Landed(landed, flight, seconds, emitted.waited_s)
 
 
 def _cache(work: Work) -> int:
@@ -393,7 +313,3 @@ def _cache(work: Work) -> int:
 
 def _context(works: Sequence[Work]) -> int:
     return sum(work.request.session.cached for work in works) // max(len(works), 1)
-
-
-def _has_sampled(works: Sequence[Work]) -> bool:
-    return any(not work.request.params.is_greedy for work in works)

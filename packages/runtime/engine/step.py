@@ -25,7 +25,8 @@ from runtime.drafters.base import Drafter
 from runtime.engine.base import EngineStats
 from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
-from runtime.engine.fused import FusedSteps, Outcome
+from runtime.engine.flights import Outcome
+from runtime.engine.fused import FusedSteps
 from runtime.engine.holdings import Holdings, Readers
 from runtime.engine.request import Request
 from runtime.engine.stats import EngineStatsBuilder
@@ -191,7 +192,8 @@ class Stepper:
             share = min(share, num_pending - 1)
         token_ids = session.history[session.cached : session.cached + share]
         is_last_chunk = session.cached + len(token_ids) == len(session.history)
-        return Work(request, token_ids, is_last_chunk, is_settling=request.is_ending)
+        is_left = self._fused is not None and not request.is_ending and num_pending > 1
+        return Work(request, token_ids, is_last_chunk, is_settling=request.is_ending, is_left=is_left)
 
     # --- verify ---
 
@@ -240,8 +242,7 @@ class Stepper:
         rows = work.rows(path)
         assert session.cache is not None
         self._target.commit(session.cache, rows)
-        is_left = self._fused is not None and not (work.is_decode or work.is_settling)  # a prompt's are read when they are needed
-        is_kept = self.holdings.keeps_features and not session.num_behind and not is_left
+        is_kept = self.holdings.keeps_features and not session.num_behind and not work.is_left
         self.holdings.keep(session, len(rows), _kept(output.hidden, rows) if is_kept else None)
         self._tell_dropped(request)
         if request.is_ending:

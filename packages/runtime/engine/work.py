@@ -23,6 +23,7 @@ class Work:
     token_ids: list[int]  # history[cached : cached + n], the pending token or a chunk of prompt
     is_last_chunk: bool  # reaches the end of the history, so its last logits give the next token
     is_settling: bool = False  # the turn is over: only the K/V of its last token is missing
+    is_left: bool = False  # a part of a prompt whose states stay with the target until somebody needs them
     draft: Draft = NO_DRAFT
     drafter: Drafter | None = None  # that speculates for this session, if one does
     ask: Ask | None = None  # and how the pacer was asked for the shape of its draft
@@ -44,7 +45,8 @@ class Work:
         assert self.request.session.cache is not None
         num_logits = 1 + len(self.draft.token_ids) if self.gives_tokens else 0
         parents = None if self.draft.parents is None else [-1, *(parent + 1 for parent in self.draft.parents)]
-        return Segment(self.request.session.cache, self.token_ids + self.draft.token_ids, parents, num_logits=num_logits)
+        token_ids = self.token_ids + self.draft.token_ids
+        return Segment(self.request.session.cache, token_ids, parents, num_logits, wants_states=not self.is_left)
 
     def rows(self, path: Sequence[int] = ()) -> Sequence[int]:
         """Rows of the segment to keep: its own tokens and these nodes of the draft."""

@@ -19,14 +19,16 @@ from runtime.backends.base import FULL, Segment, Target
 from runtime.config import BackendConfig, ModelConfig, SessionsConfig, SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import DraftRequest
 from runtime.drafters.none import NoDrafter
-from runtime.engine import fused as fused_steps
-from runtime.engine.fused import MOST_UNLEARNED, UNLEARNED, FusedSteps
+from runtime.engine import flights
+from runtime.engine.flights import MOST_UNLEARNED, UNLEARNED, Lessons
+from runtime.engine.fused import FusedSteps
 from runtime.engine.local import LocalEngine
 from runtime.errors import EngineUnavailable
 from runtime.features.tap import Tap
 from runtime.hidden_states import HiddenStates
 from runtime.models import ResolvedModel, Tokenizer
 from runtime.speculation.costs import StepCosts
+from runtime.speculation.depth import Pacer
 from runtime.types import CachePolicy, DrafterPolicy, SamplingParams, SessionOptions, Started, Switch
 
 from .conftest import KeepingTap, Listener, audit, greedy_reference, prompt_of, random_eagle3
@@ -149,7 +151,7 @@ def test_what_was_read_before_a_step_is_not_taken_off_its_time(target: Target, t
         engine.generate(session_id, replace(GREEDY, max_tokens=1), on_event=listener)
         listener.wait()
     assert engine._stepper._fused is not None
-    costs = engine._stepper._fused._costs[False]
+    costs = engine._stepper._fused._lessons.costs[False]
     assert min(value for recent in costs._host.values() for value in recent._values) > 0.0
     engine.stop()
 
@@ -168,7 +170,7 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
     engine.stop()
     fused = engine._stepper._fused
     assert fused is not None
-    assert not fused._unlearned
+    assert not fused._lessons._landed
     assert learned == [len(part.flight.works) for part in landed]
     assert len(learned) > UNLEARNED
     [acceptance] = fused._pacer._acceptance.values()
@@ -179,14 +181,31 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
 def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_none(
     spare: float, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fused_steps, "SPARE", spare)
+    monkeypatch.setattr(flights, "SPARE", spare)
     numbers = []
-    learn = FusedSteps._learn
-    monkeypatch.setattr(FusedSteps, "_learn", lambda self: numbers.append(len(self._unlearned)) or learn(self))
+    learn = Lessons.learn
+    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: numbers.append(len(self._landed)) or learn(self, drafter))
     [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
     Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
     engine.stop()
     assert max(numbers) == most
+
+
+def test_of_many_drafts_the_last_are_enough_and_of_what_steps_took_all_counts(
+    target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(flights, "ENOUGH_CHAINS", 3)
+    monkeypatch.setattr(flights, "SPARE", 1.0)
+    num_chains, num_landed, before = [], [], []
+    record_chains, record_host, learn = Pacer.record_chains, StepCosts.record_host, Lessons.learn
+    monkeypatch.setattr(Pacer, "record_chains", lambda *args: num_chains.append(len(args[3])) or record_chains(*args))
+    monkeypatch.setattr(StepCosts, "record_host", lambda *args: num_landed.append(args[1]) or record_host(*args))
+    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: before.append(len(self._landed)) or learn(self, drafter))
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
+    Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
+    engine.stop()
+    assert len(num_landed) == sum(before)
+    assert 0 < sum(num_chains) <= 3 * sum(number > 0 for number in before) < len(num_landed)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])

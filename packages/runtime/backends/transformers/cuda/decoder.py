@@ -20,10 +20,11 @@ import torch
 
 from runtime.backends.base import Segment
 from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
+from runtime.backends.transformers.cuda.drafting import KNOWN
 from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import Sender
-from runtime.backends.transformers.cuda.step import MAX_DRAFTING, PRIME_ROWS, Picks, Step
+from runtime.backends.transformers.cuda.step import MAX_DRAFTING, MAX_JOINING, PRIME_ROWS, Picks, Step
 from runtime.backends.transformers.cuda.target import AHEAD_TOKENS, BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
@@ -251,9 +252,10 @@ class FusedDecoder:
         cache = target.new_cache()
         target.forward([Segment(cache, [0] * size)])
         target.commit(cache, range(size))
-        if self._step.network is not None:
-            for num_rows in BUCKETS[: BUCKETS.index(PRIME_ROWS) + 1]:
-                self._prime(np.zeros((3, num_rows), dtype=np.int32))
+        can_prime = self._step.network is not None
+        for num_rows in (0, *BUCKETS[: BUCKETS.index(PRIME_ROWS) + 1]) if can_prime else (0,):
+            self._join([], [], np.zeros((3, num_rows), dtype=np.int32))
+        if can_prime:
             self.launch([cache], [[0] * (size + 1)], [None], 1)
             self.collect([False])
         target.forward([Segment(cache, [0])])
@@ -278,7 +280,7 @@ class FusedDecoder:
 
     def _bring_up(self, behind: Sequence[tuple[Table, _Sequence, Sequence[int], Sampled | None]], depth: int) -> None:
         """Write the device's state where it does not hold, and let the drafter catch up where it is far behind."""
-        to_prime: list[np.ndarray] = []  # ids, positions and slots of rows
+        to_prime = [np.zeros((3, 0), dtype=np.int32)]  # ids, positions and slots of rows
         rows: list[int] = []
         states: list[tuple[int, ...]] = []  # as the kernels have them
         for table, sequence, history, sampled in behind:
@@ -297,20 +299,23 @@ class FusedDecoder:
             if depth:
                 to_prime.append(_rows_of(table, history, sequence.primed, table.length - 1))
                 sequence.primed = table.length - 1
-        written = self._sender.send(np.array(states, dtype=np.int32))
-        self._step.state[:, : written.shape[1]].index_copy_(0, self._sender.send(np.array(rows)), written)
         self._step.seats.take(rows, [sampled for *_, sampled in behind])
-        if to_prime:
-            self._prime(np.concatenate(to_prime, axis=1))
+        primed = np.concatenate(to_prime, axis=1)
+        while rows or primed.shape[1]:
+            self._join(rows[:MAX_JOINING], states[:MAX_JOINING], primed[:, :PRIME_ROWS])
+            rows, states, primed = rows[MAX_JOINING:], states[MAX_JOINING:], primed[:, PRIME_ROWS:]
 
-    def _prime(self, rows: np.ndarray) -> None:
-        """The drafter's K/V of these rows: ids, positions and slots, int32 [3, n]."""
-        for first in range(0, rows.shape[1], PRIME_ROWS):
-            part = rows[:, first : first + PRIME_ROWS]
-            padded = np.zeros((3, bucket(part.shape[1])), dtype=np.int32)
-            padded[:, : part.shape[1]] = part
-            self._sender.write(self._step.priming(padded.shape[1]), padded)
-            self._graphs.run(("prime", padded.shape[1]), partial(self._step.prime, padded.shape[1]))
+    def _join(self, rows: Sequence[int], states: Sequence[tuple[int, ...]], primed: np.ndarray) -> None:
+        """Let the device know these states by their rows of the table, and the drafter's K/V of the rows primed int32 [3, n]."""
+        num, num_primed = len(rows), primed.shape[1]
+        num_rows = bucket(num_primed) if num_primed else 0
+        packed = np.zeros(len(self._step.joining(num_rows)), dtype=np.int32)
+        if num:
+            packed[:num] = rows
+            packed[MAX_JOINING : MAX_JOINING * (1 + KNOWN)].reshape(MAX_JOINING, KNOWN)[:num] = states
+        packed[MAX_JOINING * (1 + KNOWN) :].reshape(3, num_rows)[:, :num_primed] = primed
+        self._sender.write(self._step.joining(num_rows), packed)
+        self._graphs.run(("join", num_rows), partial(self._step.join, num_rows))
 
     def _draw_numbers(self, sequences: Sequence[_Sequence], num_places: int) -> None:
         """Random numbers for so many places of those that sample, behind those of what is under way; two blocks at most."""

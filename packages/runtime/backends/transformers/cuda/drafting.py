@@ -19,6 +19,7 @@ import triton.language as tl
 from runtime.backends.transformers.cuda.kernels import varying
 
 LENGTH, FRESH, SINK, WINDOW, PLACE, RECENT = 0, 1, 2, 3, 4, 5
+KNOWN = RECENT + 1  # of it, when the host says where a sequence stands: one token is pending
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from runtime.types import CachePolicy
 
 # Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
 FEWEST_ROWS, MOST_ROWS, MOST_ENTRIES = 512, 4096, 2**24
-FEW_TABLES = 4  # whose new entries are sooner sent one by one than together
 
 
 class PagedPool:
@@ -132,21 +131,14 @@ class PagedPool:
         """Entries that the device does not have yet, of all of them at once."""
         if not tables:
             return
-        if len(tables) <= FEW_TABLES:
-            for table in tables:
-                assert table.row is not None
-                stale = np.array(table.blocks[table.first_stale :], dtype=np.int32)
-                self._sender.write(self.device_table[table.row, table.first_stale : len(table.blocks)], stale)
-                table.first_stale = len(table.blocks)
-            return
         width, places, entries = self.device_table.shape[1], list[int](), list[int]()
         for table in tables:
             assert table.row is not None
             places += range(table.row * width + table.first_stale, table.row * width + len(table.blocks))
             entries += table.blocks[table.first_stale :]
             table.first_stale = len(table.blocks)
-        sent = [self._sender.send(values) for values in (np.array(places, dtype=np.int64), np.array(entries, dtype=np.int32))]
-        self.device_table.view(-1).scatter_(0, *sent)
+        sent = self._sender.send(np.array([places, entries], dtype=np.int32))  # at once: each copy takes its time
+        self.device_table.view(-1).scatter_(0, sent[0].long(), sent[1])
 
     def commit(self, table: Table, rows: Sequence[int]) -> None:
         """Keep the tentative rows of one root path and free the rest; with all of them kept, blocks taken ahead stay taken."""

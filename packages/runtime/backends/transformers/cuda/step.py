@@ -26,6 +26,7 @@ from runtime.eagle3.model import Eagle3Model
 
 MAX_DRAFTING = 128  # sequences of a step with drafts
 PRIME_ROWS = 1024  # of the drafter's K/V computed at once where it has much to catch up
+MAX_JOINING = 64  # sequences that the device hears of at once
 
 
 class Picks(Flag):
@@ -48,7 +49,7 @@ class Step:
         self.seats = sampling.Seats(num_seats, device)
         self.table_rows = torch.zeros(max_sequences, dtype=torch.int32, device=device)
         self.result = torch.zeros(max(2 * max_sequences, self.max_rows + MAX_DRAFTING), dtype=torch.int32, device=device)
-        self._to_prime = torch.zeros(3 * PRIME_ROWS, dtype=torch.int32, device=device)
+        self._joining = torch.zeros(MAX_JOINING * (1 + drafting.KNOWN) + 3 * PRIME_ROWS, dtype=torch.int32, device=device)
         self.buffers = Buffers(self.max_rows, target.network.geometry, target.embedding.dtype, device)
         self._head = Head(target.lm_head, self.max_rows)
         self._plans: dict[tuple[int, int], _Plan] = {}
@@ -158,13 +159,20 @@ class Step:
             (network.cos, network.sin), self._target.embedding,
         )  # fmt: skip
 
-    def priming(self, num_rows: int) -> torch.Tensor:
-        """Where ids, positions and slots come to lie of so many rows that `prime` looks at: int32 [3, num_rows]."""
-        return self._to_prime[: 3 * num_rows].view(3, num_rows)
+    def joining(self, num_rows: int) -> torch.Tensor:
+        """Where what `join` looks at lies, int32 in one piece, since each copy to the device takes its time: `MAX_JOINING` rows
+        of the table (0: nobody), as many states, and ids, positions and slots of so many rows."""
+        return self._joining[: MAX_JOINING * (1 + drafting.KNOWN) + 3 * num_rows]
 
-    def prime(self, num_rows: int) -> None:
-        """The drafter's K/V of committed rows, at most `PRIME_ROWS`; those in slot 0 are nobody's."""
-        ids, positions, slots = self.priming(num_rows)
+    def join(self, num_rows: int) -> None:
+        """Sequences whose state the device does not have; and the drafter's K/V of committed rows, at most `PRIME_ROWS`, of which
+        those in slot 0 are nobody's."""
+        parts = [MAX_JOINING, MAX_JOINING * drafting.KNOWN, 3 * num_rows]
+        seats, states, to_prime = torch.split(self.joining(num_rows), parts)
+        self.state[:, : drafting.KNOWN].index_copy_(0, seats.long(), states.view(MAX_JOINING, drafting.KNOWN))
+        if not num_rows:
+            return
+        ids, positions, slots = to_prime.view(3, num_rows)
         nobody = dict.fromkeys(SEQUENCE_FIELDS, self.table_rows[:0])
         rows = Rows(ids, positions, slots, self._target.pool.device_table, **nobody, max_size=0)
         self.catch_up(rows, self._prime_buffers.x[:num_rows], self._prime_buffers)

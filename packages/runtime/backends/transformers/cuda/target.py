@@ -86,6 +86,8 @@ class CudaTarget:
         self._graphs, self._sender = Graphs(self.device), Sender(self.device)
         self._buffers = Buffers(MAX_GRAPH_ROWS, network.geometry, shape.dtype, self.device)
         self._head = Head(network.head)
+        no_states = HiddenStates(*(network.head.new_empty(0, width * info.hidden_size) for width in (3, 1)))
+        self._nothing = SegmentOutput(network.head.new_empty(0, info.vocab_size, dtype=torch.float32), no_states)
         self._inputs = torch.zeros(5 * MAX_GRAPH_ROWS + 6 * max(GRAPH_SEQUENCES), dtype=torch.int32, device=self.device)
 
     @property
@@ -123,15 +125,18 @@ class CudaTarget:
             packed = pack(segments, tables, sizes, starts, num_rows, num, is_tree)
             self._sender.write(self._inputs[: len(packed)], packed)
             self._replay(num, num_rows, is_tree)
-            hidden = self._states(self._buffers.hidden[: ends[-1]].clone())
+            left = self._buffers.hidden[: ends[-1]]
         else:
             packed = pack(segments, tables, sizes, starts, ends[-1], len(segments), is_tree)
             rows = unpack(self._sender.send(packed), self.pool.device_table, ends[-1], len(segments), max(sizes), is_tree)
             buffers = Buffers(ends[-1], self.network.geometry, self.network.embedding.dtype, self.device)
             self.run_layers(rows, buffers)
-            hidden = self._states(buffers.hidden)
+            left = buffers.hidden
         for table, segment, size in zip(tables, segments, sizes, strict=True):
             table.parents = range(-1, size - 1) if segment.parents is None else tuple(segment.parents)
+        if not any(segment.num_logits or segment.wants_states for segment in segments):
+            return [self._nothing] * len(segments)
+        hidden = self._states(left.clone() if shape is not None else left)
         wanted = [row for segment, end in zip(segments, ends, strict=True) for row in range(end - segment.num_logits, end)]
         logits = torch.empty(len(wanted), self._info.vocab_size, dtype=torch.float32, device=self.device)
         if wanted:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,7 +74,11 @@ def prefilled(target: Any, prompts: Sequence[list[int]]) -> tuple[list[int], lis
     return caches, histories
 
 
-def test_drafts_tokens_and_swaps(device: torch.device):
+@pytest.mark.parametrize(("joining", "primed"), [(64, 1024), (2, 8)])  # at once; the latter are less than there are
+def test_drafts_tokens_and_swaps(joining: int, primed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    for module in ("step", "decoder"):
+        monkeypatch.setattr(f"runtime.backends.transformers.cuda.{module}.MAX_JOINING", joining)
+        monkeypatch.setattr(f"runtime.backends.transformers.cuda.{module}.PRIME_ROWS", primed)
     model, target = make_target(device)
     expected = [greedy(model, prompt, device) for prompt in PROMPTS]
     decoder = target.new_decoder(max_depth=3, max_sequences=8)

@@ -168,6 +168,28 @@ def test_saved_keys_come_back_and_every_block_is_counted(device: torch.device):
     assert target.cache_bytes() == 0
 
 
+def test_states_that_nobody_wants_stay_with_the_target_and_blocks_are_taken_for_the_steps_behind_a_prompt(device: torch.device):
+    from runtime.backends.transformers.cuda.target import AHEAD_TOKENS
+
+    target = make_target(make_model("llama", device), device)
+    left, kept = target.new_cache(), target.new_cache()
+    [output] = target.forward([Segment(left, TEXT[:40], num_logits=0, wants_states=False)])
+    [expected] = target.forward([Segment(kept, TEXT[:40])])
+    assert len(output.hidden) == len(output.logits) == 0
+    for cache in (left, kept):
+        target.commit(cache, range(40))
+    for mine, theirs in zip(target.states_of(left, 0, 40).__dict__.values(), expected.hidden.__dict__.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert target.cache_bytes() == target.cache_bytes(40) + target.cache_bytes(40 + AHEAD_TOKENS)
+    _, second = target.forward([Segment(left, TEXT[40:50], num_logits=0, wants_states=False), Segment(kept, TEXT[40:50])])
+    assert len(second.hidden) == 10
+    target.commit(left, range(10))
+    target.commit(kept, range(4))
+    assert target.cache_bytes() == target.cache_bytes(44) + target.cache_bytes(50 + AHEAD_TOKENS)
+    [mine], [theirs] = target.forward([Segment(left, TEXT[50:51])]), target.forward([Segment(kept, TEXT[44:51])])
+    assert torch.allclose(mine.logits[-1], theirs.logits[-1], atol=1e-4)
+
+
 def test_padded_rows_reach_nobody(device: torch.device):
     """Sequences take a graph of more; what earlier forwards left in the buffers, even NaN, must not matter."""
     model = make_model("llama", device)

@@ -1,0 +1,116 @@
+"""Whole steps under way, what they brought, and what the pacer learns of that: what steps take, what became of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from runtime.drafters.base import Drafter
+from runtime.engine.work import Work
+from runtime.speculation.accept import Verdicts
+from runtime.speculation.costs import StepCosts
+from runtime.speculation.depth import Pacer
+from runtime.speculation.shape import Group
+
+LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
+UNLEARNED, MOST_UNLEARNED = 8, 16  # landings that nothing was learned from yet: after so many the host learns when it has time,
+SPARE = 0.1  # for so much of the last step, or has to
+ENOUGH_CHAINS = 512  # of the last ones: more than averages remember of most batches
+
+
+class Outcome(NamedTuple):
+    """What a step, or several, emitted for one session; as many rows are committed."""
+
+    work: Work
+    verdict: Verdicts
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that is under way, or several."""
+
+    works: list[Work]
+    requests: set[int]  # their ids
+    caches: list[int]
+    depth: int
+    num_steps: int
+    began: float
+    is_typical: bool  # of what such a step takes
+
+    @property
+    def most_tokens(self) -> int:
+        return (self.depth + 1) * self.num_steps
+
+
+@dataclass(frozen=True)
+class Landed:
+    """What a step brought: works as they are now and as they were launched, and their new tokens."""
+
+    works: list[tuple[Work, Work, Verdicts]]
+    flight: Flight
+    seconds: float  # from the landing before it, less what was spent elsewhere
+    waited_s: float  # of these, for the device
+
+    def outcomes(self) -> list[Outcome]:
+        outcomes = []
+        for work, launched, verdict in self.works:
+            work.drafter, work.ask, work.shape = launched.drafter, launched.ask, launched.shape
+            if work.drafter is not None and work.shape.depth:
+                work.request.note_drafter(work.drafter.version)
+            outcomes.append(Outcome(work, verdict))
+        return outcomes
+
+
+class Lessons:
+    """For the pacer, of steps that landed. Not at each landing, since it takes the host as long as a few sessions' tokens; nor,
+    if that can be helped, where the device waits for the host already, behind a prompt most of all."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self.costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without; none: depths are fixed
+        self._pacer = pacer
+        self._landed: list[Landed] = []  # that nothing was learned from yet
+
+    def note(self, landed: Sequence[Landed]) -> None:
+        self._landed += landed if self.costs else ()
+
+    def forget(self) -> None:
+        self._landed.clear()
+
+    @property
+    def is_due(self) -> bool:
+        if len(self._landed) >= MOST_UNLEARNED:
+            return True
+        has_time = any(landed.waited_s > SPARE * landed.seconds for landed in self._landed[-1:])
+        return has_time and (self._pacer.is_due or len(self._landed) >= UNLEARNED)
+
+    def learn(self, drafter: Drafter | None) -> None:
+        """From all that landed since the last time; of drafts only from those of the drafter that is loaded."""
+        for landed in self._landed:
+            self._learn_costs(landed)
+        num_chains = 0
+        while self._landed and num_chains < ENOUGH_CHAINS:
+            num_chains += self._learn_chains(self._landed.pop(), drafter)
+        self._landed.clear()
+
+    def _learn_costs(self, landed: Landed) -> None:
+        flight = landed.flight
+        costs, num = self.costs[has_sampled(flight.works)], len(flight.works)
+        costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
+        if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:
+            costs.record_device(num, flight.depth, landed.seconds / flight.num_steps)
+
+    def _learn_chains(self, landed: Landed, drafter: Drafter | None) -> int:
+        """How many there were."""
+        num_accepted: dict[Group, list[int]] = {}
+        for _, launched, verdict in landed.works if landed.flight.depth else ():
+            if launched.ask is not None and launched.drafter is drafter:
+                numbers = num_accepted.setdefault((launched.ask.version, launched.ask.kind), [])
+                numbers.extend([size - 1 for size in verdict.sizes])
+        for group, numbers in num_accepted.items():
+            self._pacer.record_chains(group, landed.flight.depth, numbers)
+        return sum(map(len, num_accepted.values()))
+
+
+def has_sampled(works: Sequence[Work]) -> bool:
+    return any(not work.request.params.is_greedy for work in works)

@@ -228,7 +228,7 @@ def never_slower(
 
     A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
     one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
-    luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds.
+    luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds. Ctrl-C ends it behind the first round.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
@@ -243,17 +243,24 @@ def never_slower(
         raise SystemExit(f"engine: no answer is the same for {LEAST_AGREED} tokens at all depths; there is nothing to compare.")
     say(f"all depths agree on {mean(len(text) for here in texts.values() for _, text in here):.0f} tokens of an answer")
     cells = [_Cell(domain, num, arms) for domain in texts for num in concurrencies]
-    for number in range(rounds):
-        for cell in cells:
-            here = texts[cell.domain]
-            num_each = max(place_tokens / mean(len(text) for _, text in here), LEAST_EACH)
-            num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
-            chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
-            for name in turns(cell.arms(), number):
-                served, fields = arms[name]
-                given = served.run(chosen, cell.concurrency, list(map(len, wanted)), ignore_eos=True, **fields)
-                cell.note(name, given, wanted)
-            say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: adaptive / best fixed {cell.ratio:.3f}")
+    try:
+        for number in range(rounds):
+            for cell in cells:
+                here = texts[cell.domain]
+                num_each = max(place_tokens / mean(len(text) for _, text in here), LEAST_EACH)
+                num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
+                chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
+                given = {}
+                for name in turns(cell.arms(), number):
+                    served, fields = arms[name]
+                    given[name] = served.run(chosen, cell.concurrency, list(map(len, wanted)), ignore_eos=True, **fields)
+                for name, its in given.items():
+                    cell.note(name, its, wanted)
+                say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: {cell.ratio:.3f} of the best depth")
+    except KeyboardInterrupt:
+        if not all(cell.num_rounds for cell in cells):
+            raise
+        say("stopped: what is told is of the rounds until now")
     return {"cells": [cell.row() for cell in cells], "smallest_ratio": min(cell.ratio for cell in cells)}
 
 
@@ -279,9 +286,13 @@ class _Cell:
     def arms(self) -> list[str]:
         """Those of the next round: adaptive, and the depths whose best round, of at least FULL_ROUNDS, came near the best."""
         best = {name: max(rates, default=0.0) for name, rates in self._rates.items() if name != ADAPTIVE}
-        if len(self._rates[ADAPTIVE]) < FULL_ROUNDS:
+        if self.num_rounds < FULL_ROUNDS:
             return list(self._rates)
         return [ADAPTIVE, *(name for name, rate in best.items() if rate >= HOPEFUL * max(best.values()))]
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._rates[ADAPTIVE])
 
     @property
     def ratio(self) -> float:

@@ -120,6 +120,7 @@ def never(section: Row, plan: Row) -> str:
         "at once",
         *(arm if arm == "adaptive" else f"depth {arm}" for arm in arms),
         "drafts a step",
+        "same text",
         "adaptive / best",
     ]
     rows = [
@@ -128,6 +129,7 @@ def never(section: Row, plan: Row) -> str:
             cell["concurrency"],
             *(cell["tokens_per_s"][arm] for arm in arms),
             cell["drafted_per_step"],
+            min(cell["same"].values()),
             cell["ratio"],
         ]
         for cell in section["cells"]

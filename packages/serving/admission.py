@@ -68,7 +68,7 @@ class Admission:
 
     def _check_may_wait(self) -> None:
         if self._config.policy is AdmissionPolicy.REJECT:
-            raise self._refusal(f"All {self._config.max_concurrent} generations are taken.")
+            raise self._refusal(f"All {self._config.max_concurrent} places for requests are taken.")
         if self.num_waiting >= self._config.queue_max_len:
             raise self._refusal(f"{self.num_waiting} generations are waiting already.")
 

@@ -23,6 +23,7 @@ from serving.divergence import AcceptanceWatch
 
 log = logging.getLogger(__name__)
 
+WORSE = (VersionState.ROLLED_BACK, VersionState.REJECTED)  # to which nobody goes back but by name
 MAX_HISTORY = 256
 
 LoadDrafter = Callable[[VersionRecord], Drafter]  # validates; DrafterRejected if it must not be served
@@ -145,7 +146,8 @@ class Lifecycle:
             return self._activate(version)
 
     def rollback(self, reason: str) -> LifecycleEvent:
-        """Go back to the version that served before the active one, and mark that as rolled back; returns the activation.
+        """Go back to the version that served before the active one, past those that were rolled back themselves, and mark the
+        active one as rolled back; returns the activation.
 
         DrafterRejected(UNKNOWN_VERSION) if there is none to go back to.
         """
@@ -157,12 +159,12 @@ class Lifecycle:
             return event
 
     def _version_before(self, version: str) -> str:
-        """The one that this server ran before it; after a restart, the one that it was trained from."""
-        came = next((e for e in reversed(self._history) if e.kind == "activated" and e.version == version), None)
+        """The one that this server ran before it; after a restart, the one that it was trained from. None that did worse."""
         records = {record.version: record for record in self._registry.versions()}
         manifest = records[version].manifest if version in records else None
-        for before in (came and came.previous, manifest and manifest.parent):
-            if before in records and before != version:
+        served = [e.previous for e in reversed(self._history) if e.kind == "activated" and e.version == version]
+        for before in (*served, manifest and manifest.parent):
+            if before in records and before != version and records[before].state not in WORSE:
                 return str(before)
         raise rejected(
             RejectReason.UNKNOWN_VERSION, f"No version of the registry served before {version}; activate the one that should."

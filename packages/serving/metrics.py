@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that dashboards for vLLM know, prefix `slipstream:`. One registry per server.
+"""Prometheus metrics under vLLM's names, with the prefix `slipstream:`, and names of our own. One registry per server.
 
 Latencies are observed as events pass; everything else is read, at each scrape, from where it is counted anyway: engine,
 admission, lifecycle, tap, store. Counts are exported as counts; the two ratios are there for the eye and say how they are

@@ -52,4 +52,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _refusal(setting: str, port: int, host: str, error: OSError) -> ConfigError:
     why = error.strerror or str(error)
+    if isinstance(error, socket.gaierror):
+        return ConfigError(
+            f"server.host is {host!r}, which is no address ({why}); give one of this machine, 127.0.0.1 or 0.0.0.0."
+        )
     return ConfigError(f"{setting} is {port}, and {host}:{port} cannot be opened ({why}); give a free port, or 0 for any.")

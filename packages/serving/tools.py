@@ -119,10 +119,15 @@ class Delta:
 
 
 class CallParser:
-    """Takes a model's text piece by piece and gives it out as content and calls. Nothing is given out that may yet change."""
+    """Takes a model's text piece by piece and gives it out as content and calls. Nothing is given out that may yet change.
 
-    def __init__(self) -> None:
+    is_free: text that only begins like a call may be one of its own; else the grammar lets nothing but a call begin so, nor does
+    it behind a first call.
+    """
+
+    def __init__(self, is_free: bool = True) -> None:
         self.num_calls = 0
+        self._is_free = is_free
         self._held = ""
         self._read = self._content
         self._scan = _ValueScan()
@@ -137,7 +142,13 @@ class CallParser:
     def flush(self) -> list[Delta]:
         """The rest: text that looked like the begin of a call and was none. An unfinished call stays unfinished."""
         rest, self._held = self._held, ""
-        return [Delta(content=rest)] if rest and self._read == self._content else []
+        is_text = self._read == self._content and self._is_free and not self.num_calls
+        return [Delta(content=rest)] if rest and is_text else []
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """There are calls, and the arguments of the last one have their end."""
+        return self.num_calls > 0 and self._read != self._arguments
 
     # Each reader consumes what it can of the held text; None: it needs more.
 

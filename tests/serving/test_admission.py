@@ -25,7 +25,7 @@ def test_rejecting_refuses_what_does_not_fit() -> None:
     async def scenario() -> None:
         admission = Admission(AdmissionConfig(policy=AdmissionPolicy.REJECT, max_concurrent=2))
         first, second = await admission.acquire(), await admission.acquire()
-        with pytest.raises(CapacityExhausted, match="All 2 generations are taken") as refused:
+        with pytest.raises(CapacityExhausted, match="All 2 places for requests are taken") as refused:
             await admission.acquire()
         assert refused.value.retry_after_s >= 1
         first.release()

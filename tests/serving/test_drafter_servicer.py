@@ -230,6 +230,17 @@ def test_going_back_to_the_version_before(running: Running, drafters: DrafterCli
     assert taken_back.reason == "ROLLED_BACK: slow on Tuesdays"
     running.parts.lifecycle.poll()
     assert drafters.active_version() == good, "the watcher does not take up what was rolled back"
+    assert refusal(drafters.rollback) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_VERSION"), "what did worse is not gone back to"
+    assert (drafters.active_version(), drafters.get(good).state) == (good, VersionState.ACTIVE)
+
+
+def test_going_back_twice_goes_further_back(drafters: DrafterClient, make_drafter: MakeDrafter) -> None:
+    first, second, third = (drafters.upload(make_drafter(seed)).version for seed in (1, 2, 3))
+    for version in (first, second, third):
+        drafters.activate(version)
+    assert [drafters.rollback().version for _ in range(2)] == [second, first]
+    drafters.activate(third)  # by name
+    assert drafters.rollback().version == first
 
 
 def test_after_a_restart_the_version_before_is_the_parent(

@@ -114,6 +114,23 @@ def test_an_unfinished_call_stays_unfinished() -> None:
     assert parsed(['<tool_call>\n{"name": "w"']) == ("", [])
 
 
+@pytest.mark.parametrize("cut", ["", "<", "<tool", f"{ROME}\n<tool_call"])
+def test_a_call_that_is_cut_where_it_begins_is_no_text_where_only_calls_may_be(cut: str) -> None:
+    parser = CallParser(is_free=False)
+    assert not any(delta.content for delta in parser.push(cut) + parser.flush())
+    assert parser.has_whole_calls == (ROME in cut)
+    assert parsed([ROME, "\n<tool"]) == ("", [("weather", '{"city": "Rome"}')]), "behind a call there are calls alone"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole"), [("", False), (ROME[:-40], False), (ROME[:-14], True), (f"{ROME}\n<tool_call>", True)]
+)
+def test_calls_are_whole_when_their_arguments_end(text: str, is_whole: bool) -> None:
+    parser = CallParser()
+    parser.push(text)
+    assert parser.has_whole_calls == is_whole
+
+
 def test_a_template_without_tools_is_told_in_words() -> None:
     calls = [{"function": {"name": "clock", "arguments": {}}}]
     messages = [

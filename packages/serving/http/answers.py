@@ -155,7 +155,7 @@ class ChatShape:
         return _choice(message=message, logprobs=self._logprobs(logprobs), finish_reason=self._finish_reason(done))
 
     def _finish_reason(self, done: Done) -> str:
-        called = self._calls is not None and self._calls.num_calls and done.finish_reason == "stop"
+        called = self._calls is not None and self._calls.has_whole_calls and done.finish_reason == "stop"
         return "tool_calls" if called else done.finish_reason
 
     def _logprobs(self, logprobs: Logprobs) -> Json | None:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WithJsonS
 from runtime.errors import InvalidRequest
 from runtime.types import Grammar
 from serving.http.schemas import Body, SampledRequest, Text
-from serving.tools import Function, grammar_of
+from serving.tools import CallParser, Function, grammar_of
 
 MAX_TOOLS = 128
 MAX_MESSAGE_PARTS = 4096  # messages of a request, their content parts and their calls together
@@ -220,6 +220,7 @@ class ChatRequest(SampledRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(_tool_choice), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -275,6 +276,10 @@ class ChatRequest(SampledRequest):
             return []
         declared = [tool.function for tool in self.tools or ()]
         return [Function(function.name, function.description or "", function.parameters) for function in declared]
+
+    def call_parser(self) -> CallParser | None:
+        """For one answer; None where nothing can be called."""
+        return CallParser(is_free=self._choice.mode == "auto" and self._schema() is None) if self.functions else None
 
     def messages_for_template(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]

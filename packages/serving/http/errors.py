@@ -162,7 +162,11 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     param = None if first["type"] == "json_invalid" else param_of((*first["loc"], *inner))
     if param is None and first["type"] != "json_invalid":
         sent = request.headers.get("content-type", "nothing")
-        message = f"The body must be a JSON object, sent with Content-Type: application/json, which was {sent[:80]!r}."
+        found = "empty" if first["type"] == "missing" else shown(first["input"])
+        if sent.partition(";")[0].strip() == "application/json":
+            message = f"The body must be a JSON object; it is {found}."
+        else:
+            message = f"The body must be a JSON object, sent with Content-Type: application/json, which was {sent[:80]!r}."
     else:
         message = _sentence(first, param)
     return JSONResponse(envelope(message, 400, _code(first), param), 400)

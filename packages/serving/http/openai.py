@@ -23,7 +23,6 @@ from serving.http.errors import CLIENT_CLOSED_REQUEST, NotFound, until
 from serving.http.schemas import CompletionRequest, SampledRequest
 from serving.http.token_bytes import TokenBytes
 from serving.prompts import Prompts
-from serving.tools import CallParser
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
         prompts = [model.prompts.of_chat(messages, body.functions)]
         tokens = model.token_bytes if body.logprobs else None
         try:
-            return await answer(body, request, prompts, lambda: ChatShape(tokens, CallParser() if body.functions else None))
+            return await answer(body, request, prompts, lambda: ChatShape(tokens, body.call_parser()))
         except InvalidRequest as error:
             raise await model.blame(body, error) from error
 

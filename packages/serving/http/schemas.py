@@ -126,6 +126,10 @@ class SampledRequest(Body):
     user: Text | None = None
     store: bool | None = None  # false: nothing of it becomes training data
     metadata: Annotated[dict[Text, Text] | None, BeforeValidator(_few_entries)] = None
+    # what clients say by themselves and what holds here anyway
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
     # beyond OpenAI's
     top_k: int | None = None
     min_p: float | None = None

@@ -116,6 +116,23 @@ def test_the_arguments_of_a_call_are_an_object_even_if_its_schema_does_not_say_s
     assert '%json {"type": "object", "properties"' in grammar.text
 
 
+@pytest.mark.parametrize(
+    ("field", "said", "refused"),
+    [
+        ("service_tier", "auto", "flex"),
+        ("safety_identifier", "someone", 3),
+        ("prompt_cache_key", "mine", ["a"]),
+        ("modalities", ["text"], ["text", "audio"]),
+    ],
+)
+def test_what_holds_here_anyway_may_be_said_and_nothing_else(field: str, said: object, refused: object) -> None:
+    assert (
+        ChatRequest.model_validate({**CHAT, field: said}).sampling_params() == ChatRequest.model_validate(CHAT).sampling_params()
+    )
+    with pytest.raises(ValidationError, match=field):
+        ChatRequest.model_validate({**CHAT, field: refused})
+
+
 def test_a_long_text_is_looked_at_quickly() -> None:
     text = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 1_000_000
     begun = time.process_time()

@@ -252,6 +252,25 @@ def test_a_named_function_is_called(openai: OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_is_no_content_and_not_told_as_a_call(stream: bool, openai: OpenAI) -> None:
+    """By the limit wherever it falls, and by a stop string in its arguments."""
+    named: Any = {"type": "function", "function": {"name": "clock"}}
+    request: dict[str, Any] = {"messages": ASK, "tools": [WEATHER, CLOCK], "tool_choice": named, "stream": stream, **GREEDY}
+    ends = set()
+    for limits in (*({"max_tokens": number} for number in (1, 2, 5, 9, 40, 60, 80, 81, 83, 86, 90)), {"stop": ["{}"]}):
+        answer: Any = openai.chat.completions.create(**request, **limits)
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer if chunk.choices]
+            content, end = "".join(one.delta.content or "" for one in chunks), chunks[-1].finish_reason
+        else:
+            content, end = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+        assert content == ""
+        assert end == "stop" if "stop" in limits else end in ("length", "tool_calls")  # or it ended by itself
+        ends.add(end)
+    assert {"stop", "length"} <= ends
+
+
 def test_without_a_call_tools_leave_no_trace(openai: OpenAI) -> None:
     for choice in ("none", "auto"):
         answer = openai.chat.completions.create(messages=ASK, tools=[WEATHER], tool_choice=choice, max_tokens=12, **GREEDY)  # type: ignore[call-overload]

@@ -108,10 +108,14 @@ class Holdings:
         assert session.cache is not None
         assert isinstance(self._target, KeepsStates), "states of the general way are kept at once"
         window = session.options.cache_policy.window
-        num_rows, session.num_behind = session.num_behind, 0
-        if session.dropped and window is not None and num_rows > window:  # those before are gone
-            num_rows, session.num_settled, session.features = window, 0, []
-        session.features.append(self._target.states_of(session.cache, session.cached - num_rows, session.cached))
+        num_rows = session.num_behind
+        if session.dropped and window is not None:
+            num_rows = min(num_rows, window)  # those before are gone
+        states = self._target.states_of(session.cache, session.cached - num_rows, session.cached)  # first: it may raise
+        if num_rows < session.num_behind:
+            session.num_settled, session.features = 0, []
+        session.features.append(states)
+        session.num_behind = 0
         if session.dropped and window is not None:
             session.forget_features(session.cached - window)
 

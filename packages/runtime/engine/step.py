@@ -216,6 +216,8 @@ class Stepper:
             failure = EngineUnavailable(f"The target's forward failed: {error}. The session keeps what was committed.")
             failure.__cause__ = error
             work.request.fail(failure)
+            if self._fused is not None:
+                self._fused.leave(work.request.session)
         works.clear()
 
     # --- commit ---

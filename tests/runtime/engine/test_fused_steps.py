@@ -485,6 +485,31 @@ def test_who_comes_from_whole_steps_drafts_the_general_way_from_its_own_states(
     engine.stop()
 
 
+def test_states_that_cannot_be_read_for_once_are_read_later(
+    target: Target, tokenizer: Tokenizer, oracle: Target, monkeypatch: pytest.MonkeyPatch
+):
+    """A step goes without drafts; nothing that is kept is of another position."""
+    [decoder], engine = make_engine(target, tokenizer, SPECULATION)
+    fused, session_id = Fused(engine, decoder), engine.create_session().session_id
+    first = fused.begin(prompt_of(1, 9), session_id=session_id)
+    first.wait()
+    states_of, failures = target.states_of, [True]  # type: ignore[attr-defined]
+
+    def fail_once(*args: int) -> HiddenStates:
+        if failures.pop() if failures else False:
+            raise RuntimeError("out of memory")
+        return cast(HiddenStates, states_of(*args))
+
+    monkeypatch.setattr(target, "states_of", fail_once)
+    general = fused.begin(prompt_of(2, 5), replace(GREEDY, logprobs=True, max_tokens=12), session_id=session_id)
+    assert general.wait().speculation.num_drafted > 0
+    assert not failures
+    [session] = engine._store
+    assert session.first_kept == 0
+    assert_states(oracle, session.history[: session.cached], session.features)
+    engine.stop()
+
+
 def test_rows_that_were_kept_before_a_gap_in_the_states_are_not_kept_behind_it(
     target: Target, tokenizer: Tokenizer, oracle: Target, tmp_path: Path
 ):

@@ -31,7 +31,9 @@ class Table:
     length: int = 0  # committed tokens, the dropped ones included
     blocks: list[int] = field(default_factory=list)
     parents: Sequence[int] = ()  # of the tentative rows of the last forward
+    num_ahead: int = 0  # tokens that steps under way may still write behind the committed ones
     row: int | None = None  # of the device's copy
+    seating: int = 0  # differs each time that it gets a row
     first_stale: int = 0  # entries before it are on the device already
     may_share: bool = False  # its last block, with a fork: reserve before writing
 
@@ -72,9 +74,7 @@ class Blocks:
     def reserve(self, table: Table, num_tokens: int) -> None:
         """Blocks for so many tokens behind the committed ones, all of them writable. EngineUnavailable if the pool is full."""
         end = num_blocks_for(table.length + num_tokens)
-        first = table.length // BLOCK_TOKENS
-        shared = first if first < len(table.blocks) and self._holders[table.blocks[first]] > 1 else None
-        needed = end - len(table.blocks) + (shared is not None)
+        needed, shared = self.num_needed(table, num_tokens), self._shared(table)
         if needed > len(self._free):
             raise EngineUnavailable(
                 f"The K/V pool is full: {needed} more blocks are needed, {len(self._free)} of {self.num_blocks - 1} are free. "
@@ -91,9 +91,19 @@ class Blocks:
             table.touch(len(table.blocks))
             table.blocks.extend(self._take() for _ in range(end - len(table.blocks)))
 
-    def trim(self, table: Table) -> None:
-        """Free what holds no committed token."""
-        keep = num_blocks_for(table.length)
+    def num_needed(self, table: Table, num_tokens: int) -> int:
+        """Blocks that `reserve` would take; where several tables share one that each would copy, maybe one less."""
+        num_new = num_blocks_for(table.length + num_tokens) - len(table.blocks)
+        return max(num_new, 0) + (self._shared(table) is not None)
+
+    def _shared(self, table: Table) -> int | None:
+        """The place of the block that the next token goes to, if somebody else holds it too."""
+        first = table.length // BLOCK_TOKENS
+        return first if first < len(table.blocks) and self._holders[table.blocks[first]] > 1 else None
+
+    def trim(self, table: Table, num_tokens: int = 0) -> None:
+        """Free what holds no committed token, nor one of so many behind them."""
+        keep = num_blocks_for(table.length + num_tokens)
         for block in table.blocks[keep:]:
             self._give_back(block)
         del table.blocks[keep:]

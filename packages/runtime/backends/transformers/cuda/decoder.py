@@ -25,7 +25,7 @@ from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
 from runtime.backends.transformers.cuda.sending import Sender
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, MAX_JOINING, PRIME_ROWS, Picks, Step
-from runtime.backends.transformers.cuda.target import AHEAD_TOKENS, BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
+from runtime.backends.transformers.cuda.target import BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
 from runtime.eagle3.model import Eagle3Model
 from runtime.speculation.sampling import Sampled
@@ -41,7 +41,8 @@ MAX_FLIGHTS = 4  # launched and not collected: two steps, each of those that dra
 class _Sequence:
     """What the device knows of one sequence. Valid for as long as the table says the same."""
 
-    row: int = -1  # of the table
+    row: int = -1  # of the table,
+    seating: int = -1  # as it got it
     length: int = -1
     fresh: int = 0  # tokens behind the last committed rows that lie in the device's state, the pending one included
     primed: int = 0  # the drafter has K/V of so many positions
@@ -131,16 +132,19 @@ class FusedDecoder:
     def leave(self, cache: int) -> None:
         """Forget a sequence: its next step begins anew. Blocks taken ahead are freed. Also for one that was never here."""
         table = self._target.pool[cache]
-        if sequence := self._sequences.pop(table, None):
-            sequence.is_lost = True
+        self._lose(table)
         self._target.pool.blocks.trim(table)
 
     def abandon(self) -> None:
         """Something went wrong: nothing of what is under way is collected, and all sequences begin anew."""
         self._flights.clear()
         for table in list(self._sequences):
-            self._sequences.pop(table).is_lost = True
+            self._lose(table)
             self._target.pool.blocks.trim(table)
+
+    def _lose(self, table: Table) -> None:
+        if sequence := self._sequences.pop(table, None):
+            sequence.is_lost, table.num_ahead = True, 0
 
     def can_continue(self, cache: int, depth: int) -> bool:
         """Whether the device has all that another step of this sequence needs, its pending token too."""
@@ -168,13 +172,10 @@ class FusedDecoder:
         pool, num_tokens = self._target.pool, (depth + 1) * num_steps
         tables = [pool[cache] for cache in caches]
         sequences = [self._sequence(table) for table in tables]
-        needs = [sequence.num_ahead + num_tokens for sequence in sequences]
+        needs = [table.num_ahead + num_tokens for table in tables]
         if lacking := [(table, num) for table, num in zip(tables, needs, strict=True) if _lacks(table, num)]:
             pool.hold_rows(tables)
-            longest = self._target.info.max_positions
-            pool.reserve(
-                [table for table, _ in lacking], [min(num + AHEAD_TOKENS, longest - table.length) for table, num in lacking]
-            )
+            pool.reserve([table for table, _ in lacking], [num for _, num in lacking], takes_ahead=True)
         behind = [
             (table, sequence, history, one)
             for table, sequence, history, one in zip(tables, sequences, histories, sampled, strict=True)
@@ -187,8 +188,9 @@ class FusedDecoder:
         is_known = self._start([sequence.row for sequence in sequences], flight, _picks(sequences))
         self._slots.rotate(-1)
         self._flights.append(flight)
-        for sequence in sequences:
+        for table, sequence in zip(tables, sequences, strict=True):
             sequence.flight = flight
+            table.num_ahead += num_tokens
         self._draw_numbers(sequences, num_tokens)  # for the next one too, while the device is busy
         return is_known and not behind
 
@@ -211,9 +213,9 @@ class FusedDecoder:
                 tokens[index] = []
                 continue
             if not is_wanted:
-                sequence.is_lost = True
-                self._sequences.pop(table, None)
+                self._lose(table)
                 continue
+            table.num_ahead -= flight.num_tokens
             new = tokens[index]
             # Of several steps the device's state has the last one's tokens only: of plain ones the drafter lacks those before.
             sequence.fresh = 1 if not flight.depth else sizes[index][-1] if sizes else len(new)
@@ -248,7 +250,8 @@ class FusedDecoder:
     def _warm_up_prompts(self) -> None:
         target = self._target
         target.warm_up()
-        size = min(MAX_GRAPH_ROWS + 1, target.info.max_positions - self.max_depth - 2)
+        room = target.pool.blocks.num_free * BLOCK_TOKENS
+        size = min(MAX_GRAPH_ROWS + 1, target.info.max_positions - self.max_depth - 2, room - self.max_depth - 1)
         cache = target.new_cache()
         target.forward([Segment(cache, [0] * size)])
         target.commit(cache, range(size))
@@ -256,7 +259,7 @@ class FusedDecoder:
         for num_rows in (0, *BUCKETS[: BUCKETS.index(PRIME_ROWS) + 1]) if can_prime else (0,):
             self._join([], [], np.zeros((3, num_rows), dtype=np.int32))
         if can_prime:
-            self.launch([cache], [[0] * (size + 1)], [None], 1)
+            self.launch([cache], [[0] * (size + 1)], [None], min(1, self.max_depth))
             self.collect([False])
         target.forward([Segment(cache, [0])])
         target.drop(cache)
@@ -272,7 +275,7 @@ class FusedDecoder:
     def _is_ready(self, table: Table, sequence: _Sequence, depth: int) -> bool:
         """Whether the device's state holds, or will when what is under way is over, and the drafter is no further behind than
         one step."""
-        if sequence.row != table.row or sequence.length != table.length:
+        if (sequence.row, sequence.seating, sequence.length) != (table.row, table.seating, table.length):
             return False
         if sequence.flight is not None:
             return not depth or sequence.flight.depth > 0
@@ -287,10 +290,10 @@ class FusedDecoder:
             assert table.row is not None
             assert sequence.flight is None, "what is under way must be collected first"
             assert len(history) == table.length + 1, "only the pending token may lack K/V"
-            if sequence.row != table.row or sequence.length != table.length:
+            if (sequence.row, sequence.seating, sequence.length) != (table.row, table.seating, table.length):
                 # What the drafter has of a row depends on the token behind it, which a truncation may have changed.
                 sequence.primed = min(sequence.primed, max(table.length - 1, 0), max(sequence.length - 1, 0))
-            sequence.row, sequence.length, sequence.fresh = table.row, table.length, 1
+            sequence.row, sequence.seating, sequence.length, sequence.fresh = table.row, table.seating, table.length, 1
             sequence.sampled, sequence.place = sampled, 0 if sampled is None else sampled.place
             sequence.last_place = sequence.place // BLOCK_PLACES * BLOCK_PLACES
             window = NO_WINDOW if table.policy.window is None else table.policy.window

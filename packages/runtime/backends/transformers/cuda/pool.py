@@ -21,6 +21,7 @@ from runtime.types import CachePolicy
 
 # Sequences that one forward can have, and more: who was in it before finds its row still filled. Fewer where rows are long.
 FEWEST_ROWS, MOST_ROWS, MOST_ENTRIES = 512, 4096, 2**24
+AHEAD_TOKENS = 64  # pages are taken for so many tokens at once, so that tables seldom change
 
 
 class PagedPool:
@@ -42,7 +43,8 @@ class PagedPool:
         self._add(self._kv)
         self._add(self._states)
         self._tables: dict[int, Table] = {}
-        self._handles = count()
+        self._handles, self._seatings = count(), count(1)
+        self._longest = max_positions
         row_blocks = num_blocks_for(max_positions) + 1
         num_rows = max(FEWEST_ROWS, min(MOST_ROWS, MOST_ENTRIES // row_blocks))
         # Row 0 is nobody's: all of it is dead.
@@ -98,18 +100,34 @@ class PagedPool:
 
     # --- before and after a forward ---
 
-    def reserve(self, tables: Sequence[Table], num_tokens: Sequence[int]) -> None:
-        """Writable pages for the new tokens of each, and the device's table up to date."""
-        for table, size in zip(tables, num_tokens, strict=True):
-            self.blocks.reserve(table, size)
+    def reserve(self, tables: Sequence[Table], num_tokens: Sequence[int], takes_ahead: bool = False) -> None:
+        """Writable pages for the new tokens of each, and the device's table up to date. takes_ahead: while more than half of all
+        pages is free, for `AHEAD_TOKENS` more of each, which give them back when others lack them."""
+        if takes_ahead:
+            more = [min(num + AHEAD_TOKENS, self._longest - table.length) for table, num in zip(tables, num_tokens, strict=True)]
+            if self._num_needed(tables, more) < self.blocks.num_free - self.blocks.num_blocks // 2:
+                num_tokens = more
+        if self._num_needed(tables, num_tokens) > self.blocks.num_free:
+            for table in self._tables.values():
+                self.blocks.trim(table, max(table.num_ahead, len(table.parents)))
+        try:
+            for table, size in zip(tables, num_tokens, strict=True):
+                self.blocks.reserve(table, size)
+        finally:  # also of those that came before one for which there was no room
+            self._copy()
+        for table in tables:
+            self._seat(table)
+        self._upload([table for table in tables if table.first_stale < len(table.blocks)])
+
+    def _num_needed(self, tables: Sequence[Table], num_tokens: Sequence[int]) -> int:
+        return sum(map(self.blocks.num_needed, tables, num_tokens))
+
+    def _copy(self) -> None:
         if self.blocks.copies:
             sources, targets = self._sender.send(np.array(self.blocks.copies, dtype=np.int64)).unbind(1)
             self.blocks.copies.clear()
             for plane in self._planes:
                 plane[:, targets] = plane[:, sources]
-        for table in tables:
-            self._seat(table)
-        self._upload([table for table in tables if table.first_stale < len(table.blocks)])
 
     def hold_rows(self, tables: Iterable[Table]) -> None:
         """None of these loses its row to the next ones that need one."""
@@ -118,9 +136,12 @@ class PagedPool:
                 self._row_owners.move_to_end(table.row)
 
     def _seat(self, table: Table) -> None:
-        """Give a table a row of the device's copy: the longest unused, if it has none."""
+        """Give a table a row of the device's copy: the longest unused, if it has none, but of nobody who has steps under way."""
         if table.row is None:
-            row, owner = next(iter(self._row_owners.items()))
+            longest_unused = next(iter(self._row_owners.items()))
+            idle = (item for item in self._row_owners.items() if item[1] is None or not item[1].num_ahead)
+            row, owner = next(idle, longest_unused)
+            table.seating = next(self._seatings)
             if owner is not None:
                 owner.row = None
             self._row_owners[row] = table

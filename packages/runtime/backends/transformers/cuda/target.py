@@ -34,7 +34,6 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 GRAPH_SEQUENCES = (1, 4, 16, 64)
 MAX_NODES = 64  # of a tree: one bit each
 MAX_GRAPH_ROWS = 512
-AHEAD_TOKENS = 64  # blocks are taken for so many tokens at once, so that tables seldom change
 # Numbers of sequences and of rows of all of them, however long each is; the smaller ones first.
 GRAPH_SHAPES = [(num, rows) for num in GRAPH_SEQUENCES for rows in BUCKETS if num <= rows <= MAX_GRAPH_ROWS]
 MAX_LONG_SEGMENTS, MAX_LONG_ROWS = 256, 32768  # of prompts at once; fewer segments than the block table has rows
@@ -116,7 +115,8 @@ class CudaTarget:
     def _forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         tables = [self.pool[segment.cache] for segment in segments]
         sizes = [len(segment.token_ids) for segment in segments]
-        self.pool.reserve(tables, self._taken(segments, tables, sizes))
+        is_prompt = not any(segment.num_logits for segment in segments)  # with steps behind it
+        self.pool.reserve(tables, sizes, takes_ahead=is_prompt)
         is_tree = any(segment.parents is not None for segment in segments)
         ends = np.cumsum(sizes).tolist()
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
@@ -144,15 +144,6 @@ class CudaTarget:
             self._head.logits(last, logits)
         by_segment = torch.split(logits, [segment.num_logits for segment in segments])
         return [SegmentOutput(part, hidden[start:end]) for part, start, end in zip(by_segment, starts, ends, strict=True)]
-
-    def _taken(self, segments: Sequence[Segment], tables: Sequence[Table], sizes: Sequence[int]) -> Sequence[int]:
-        """Tokens that blocks are taken for: where there is plenty, a prompt's for the steps behind it too."""
-        longest = self._info.max_positions
-        taken = [
-            size if segment.num_logits else min(size + AHEAD_TOKENS, longest - table.length)
-            for segment, table, size in zip(segments, tables, sizes, strict=True)
-        ]
-        return taken if 2 * sum(taken) < self.pool.blocks.num_free * BLOCK_TOKENS else sizes
 
     def _replay(self, num: int, num_rows: int, is_tree: bool) -> None:
         """All layers, of what lies in the inputs: any of the sequences may have all of the rows."""

@@ -230,6 +230,14 @@ def read(target: Any, cache: int, history: list[int]) -> None:
     target.commit(cache, range(len(history) - 1))
 
 
+def test_a_decoder_that_drafts_nothing_warms_up_with_a_drafter_loaded(device: torch.device):
+    _, target = make_target(device)
+    decoder = target.new_decoder(max_depth=0, max_sequences=1)
+    assert decoder.load_drafter(make_drafter(target.embedding, 1))
+    assert decoder.warm_up(1).keys() == {(1, 0)}
+    assert target.cache_bytes() == 0
+
+
 def test_blocks_that_are_taken_ahead_end_where_the_model_does(device: torch.device):
     _, target = make_target(device)
     decoder = target.new_decoder(max_depth=0, max_sequences=1)

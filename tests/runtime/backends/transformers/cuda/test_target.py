@@ -169,7 +169,7 @@ def test_saved_keys_come_back_and_every_block_is_counted(device: torch.device):
 
 
 def test_states_that_nobody_wants_stay_with_the_target_and_blocks_are_taken_for_the_steps_behind_a_prompt(device: torch.device):
-    from runtime.backends.transformers.cuda.target import AHEAD_TOKENS
+    from runtime.backends.transformers.cuda.pool import AHEAD_TOKENS
 
     target = make_target(make_model("llama", device), device)
     left, kept = target.new_cache(), target.new_cache()
@@ -185,7 +185,7 @@ def test_states_that_nobody_wants_stay_with_the_target_and_blocks_are_taken_for_
     assert len(second.hidden) == 10
     target.commit(left, range(10))
     target.commit(kept, range(4))
-    assert target.cache_bytes() == target.cache_bytes(44) + target.cache_bytes(50 + AHEAD_TOKENS)
+    assert target.cache_bytes() == target.cache_bytes(44) + target.cache_bytes(40 + AHEAD_TOKENS)
     [mine], [theirs] = target.forward([Segment(left, TEXT[50:51])]), target.forward([Segment(kept, TEXT[44:51])])
     assert torch.allclose(mine.logits[-1], theirs.logits[-1], atol=1e-4)
 

@@ -44,6 +44,18 @@ Config = TypeVar("Config")
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 USAGE_ERROR = 2
+HELP = """${hydra.help.header}
+== Groups ==
+Each setting that is not given has the value of its group's option (group=option).
+
+GROUPS
+
+== Settings ==
+Override any of them (setting=value).
+
+$CONFIG
+${hydra.help.footer}
+"""
 
 EARLIER_STARTS = 32  # of a run, that its provenance keeps
 _KEY_PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "safetensors", "numpy", "grpcio", "hydra-core")
@@ -126,7 +138,7 @@ def _quiet_hydra(config_name: str, schema: type) -> Iterator[None]:
     store.store(name="base_schema", node=schema, provider="slipstream")
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     with tempfile.TemporaryDirectory(prefix="slipstream-sweep-") as scratch:  # hydra insists on a multirun.yaml
-        store.store(name="door", node=_hydra_settings(config_name, scratch), package="hydra", provider="slipstream")
+        store.store(name="door", node=_hydra_settings(config_name, schema, scratch), package="hydra", provider="slipstream")
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             yield
@@ -165,7 +177,7 @@ def _short_usage() -> Iterator[None]:
         sys.stderr.write(said.getvalue())
 
 
-def _hydra_settings(config_name: str, scratch: str) -> dict[str, Any]:
+def _hydra_settings(config_name: str, schema: type, scratch: str) -> dict[str, Any]:
     silent = {"root": None, "disable_existing_loggers": False}
     return {
         "output_subdir": None,
@@ -177,9 +189,19 @@ def _hydra_settings(config_name: str, scratch: str) -> dict[str, Any]:
         "help": {
             "app_name": f"python -m {config_name}",
             "header": f"python -m {config_name} [group=option ...] [setting=value ...]\n",
+            "template": HELP.replace("GROUPS", _groups(schema)),
             "footer": "Flags: --help, --cfg job, --info, --multirun (a=1,2 runs both); --hydra-help lists all of them.",
         },
     }
+
+
+def _groups(schema: type) -> str:
+    """The groups of this program with their options; the directory has those of the other one too."""
+    lines = []
+    for group in sorted(field.name for field in dataclasses.fields(schema)):
+        if options := sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")):
+            lines.append(f"{group}: {', '.join(options)}")
+    return "\n".join(lines)
 
 
 # --- one sentence for each way in which a configuration can be wrong ---

@@ -27,6 +27,8 @@ from runtime.config import (
     SpeculationConfig,
 )
 from runtime.errors import ConfigError, ModelError
+from serving.config import ServingConfig
+from training.config import TrainingConfig
 
 PRIMARY = """
 defaults:
@@ -221,6 +223,17 @@ def test_hydra_can_still_be_asked(tmp_path: Path, arguments: list[str]) -> None:
     assert "name: tiny" in asked.stdout
     assert asked.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["trial.yaml"]
+
+
+@pytest.mark.parametrize("program", ["serving", "training"])
+def test_help_lists_the_groups_that_the_program_has(program: str) -> None:
+    """Those that its settings begin with, and none of the other program's, which it would refuse."""
+    schema = ServingConfig if program == "serving" else TrainingConfig
+    listed = dict(line.split(": ") for line in configuration._groups(schema).splitlines())
+    assert ("server" in listed, "trainer" in listed) == (program == "serving", program == "training")
+    for group, options in listed.items():
+        assert any(name.startswith(f"{group}.") for name in configuration.known_settings(schema))
+        assert all((configuration.CONFIG_DIR / group / f"{option}.yaml").is_file() for option in options.split(", "))
 
 
 def test_errors_of_a_run_are_one_sentence_and_bugs_are_not_hidden(door: Door) -> None:

@@ -152,7 +152,8 @@ class SessionsConfig:
     max_sessions: int = 256
     ttl_s: float = 3600.0
     max_batch_sessions: int = 16  # sessions in one forward
-    prefill_chunk_tokens: int = 256  # prompt tokens in one forward, so that running sessions keep their pace; prompts take turns
+    prefill_chunk_tokens: int | None = None  # prompt tokens in one forward, so that running sessions keep their pace; prompts
+    # take turns. None: 2048 on CUDA, else 256
     kv_budget_mib: int = 4096  # beyond it, idle sessions lose their K/V (never their ids), oldest first
     patient: bool = False  # nobody waits for single tokens: a device makes many steps in a row, whoever else waits
     prefix_reuse: bool = True  # a session takes over K/V of any other that begins alike; its speed then tells that there is one
@@ -161,7 +162,7 @@ class SessionsConfig:
         require(self.max_sessions >= 1, "sessions.max_sessions", self.max_sessions, "at least 1")
         require(self.ttl_s > 0, "sessions.ttl_s", self.ttl_s, "more than 0 seconds")
         require(self.max_batch_sessions >= 1, "sessions.max_batch_sessions", self.max_batch_sessions, "at least 1")
-        ok = self.prefill_chunk_tokens >= 16
+        ok = self.prefill_chunk_tokens is None or self.prefill_chunk_tokens >= 16
         require(ok, "sessions.prefill_chunk_tokens", self.prefill_chunk_tokens, "at least 16")
         require(self.kv_budget_mib >= 16, "sessions.kv_budget_mib", self.kv_budget_mib, "at least 16")
 

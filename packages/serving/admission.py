@@ -70,7 +70,7 @@ class Admission:
         if self._config.policy is AdmissionPolicy.REJECT:
             raise self._refusal(f"All {self._config.max_concurrent} places for requests are taken.")
         if self.num_waiting >= self._config.queue_max_len:
-            raise self._refusal(f"{self.num_waiting} generations are waiting already.")
+            raise self._refusal(f"{self.num_waiting} requests are waiting for a place already.")
 
     def _refusal(self, message: str) -> CapacityExhausted:
         retry_after_s = self._retry_after_s()

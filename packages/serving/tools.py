@@ -121,13 +121,14 @@ class Delta:
 class CallParser:
     """Takes a model's text piece by piece and gives it out as content and calls. Nothing is given out that may yet change.
 
-    is_free: text that only begins like a call may be one of its own; else the grammar lets nothing but a call begin so, nor does
-    it behind a first call.
+    is_free: text that only begins like a call may be one of its own, and so may text within an answer; else the grammar lets
+    nothing but a call begin so, nor does it behind a first call.
     """
 
     def __init__(self, is_free: bool = True) -> None:
         self.num_calls = 0
         self._is_free = is_free
+        self._has_content = False
         self._held = ""
         self._read = self._content
         self._scan = _ValueScan()
@@ -142,7 +143,7 @@ class CallParser:
     def flush(self) -> list[Delta]:
         """The rest: text that looked like the begin of a call and was none. An unfinished call stays unfinished."""
         rest, self._held = self._held, ""
-        is_text = self._read == self._content and self._is_free and not self.num_calls
+        is_text = self._read == self._content and not self.num_calls and (self._is_free or self._has_content)
         return [Delta(content=rest)] if rest and is_text else []
 
     @property
@@ -163,6 +164,7 @@ class CallParser:
             before = ""  # the line break between two calls
         if not before:
             return [] if found else None
+        self._has_content = True
         return [Delta(content=before)]
 
     def _head(self) -> list[Delta] | None:

@@ -122,6 +122,12 @@ def test_a_call_that_is_cut_where_it_begins_is_no_text_where_only_calls_may_be(c
     assert parsed([ROME, "\n<tool"]) == ("", [("weather", '{"city": "Rome"}')]), "behind a call there are calls alone"
 
 
+def test_an_answer_that_is_cut_within_keeps_its_end_also_where_calls_might_have_come() -> None:
+    parser = CallParser(is_free=False)
+    deltas = [*parser.push('{"sign": "'), *parser.push("<"), *parser.flush()]
+    assert "".join(delta.content for delta in deltas) == '{"sign": "<'
+
+
 @pytest.mark.parametrize(
     ("text", "is_whole"), [("", False), (ROME[:-40], False), (ROME[:-14], True), (f"{ROME}\n<tool_call>", True)]
 )

@@ -29,6 +29,7 @@ class Emitted(NamedTuple):
     tokens: list[list[int]]  # the last of each is pending; -1: no finite logits
     sizes: list[list[int]] | None = None  # how many came with each step; None: one step, or one token with each
     waited_s: float = 0.0  # that the host had to wait for the device
+    device_s: float | None = None  # that the device was at work for it alone, where it can tell
 
 
 class Decoder(Protocol):
@@ -67,7 +68,7 @@ class Decoder(Protocol):
     ) -> bool:
         """Begin a step, or several in a row. Histories include the pending token, `sampled` says where sampled requests stand;
         those of caches that can continue are not looked at. Up to four may be under way, which are collected in their order.
-        False: something had to be made ready first, so this step says nothing of what others take."""
+        False: something was compiled in between, so this step says nothing of what others take."""
         ...
 
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:

@@ -13,7 +13,6 @@ from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import Pacer
 from runtime.speculation.shape import Group
 
-LEAST_WAIT = 0.02  # of a step: where the host waited less, the device was not what took the time
 UNLEARNED, MOST_UNLEARNED = 8, 16  # landings that nothing was learned from yet: after so many the host learns when it has time,
 SPARE = 0.1  # for so much of the last step, or has to
 ENOUGH_CHAINS = 512  # of the last ones: more than averages remember of most batches
@@ -36,7 +35,7 @@ class Flight:
     depth: int
     num_steps: int
     began: float
-    is_typical: bool  # of what such a step takes
+    is_typical: bool  # of what the device takes for such a step
 
     @property
     def most_tokens(self) -> int:
@@ -51,6 +50,7 @@ class Landed:
     flight: Flight
     seconds: float  # from the landing before it, less what was spent elsewhere
     waited_s: float  # of these, for the device
+    device_s: float | None  # that it was at work for this alone
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -97,8 +97,8 @@ class Lessons:
         flight = landed.flight
         costs, num = self.costs[has_sampled(flight.works)], len(flight.works)
         costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
-        if flight.is_typical and landed.waited_s > LEAST_WAIT * landed.seconds:
-            costs.record_device(num, flight.depth, landed.seconds / flight.num_steps)
+        if flight.is_typical and landed.device_s is not None:
+            costs.record_device(num, flight.depth, landed.device_s / flight.num_steps)
 
     def _learn_chains(self, landed: Landed, drafter: Drafter | None) -> int:
         """How many there were."""

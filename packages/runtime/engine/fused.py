@@ -262,8 +262,7 @@ class FusedSteps:
         num_steps = self._num_in_a_row(works, depth, num_ahead)
         if not self._steps:
             self._elsewhere_s = 0.0  # it was spent before this one began
-        is_ready = self._decoder.launch(caches, histories, sampled, depth, num_steps)
-        is_typical = is_ready and self._is_alone  # what goes the general way meanwhile takes time of its own
+        is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
         return Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
 
@@ -302,7 +301,7 @@ class FusedSteps:
             if work is not None and new:
                 sizes = (1,) * len(new) if not flight.depth else emitted.sizes[index] if emitted.sizes else (len(new),)
                 landed.append((work, launched, Verdicts(new, sizes)))
-        return Landed(landed, flight, seconds, emitted.waited_s)
+        return Landed(landed, flight, seconds, emitted.waited_s, emitted.device_s)
 
 
 def _cache(work: Work) -> int:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = BLOCK_TOKENS
 MOST_BLOCK_TOKENS = 128  # that a backend takes at once
+ROOM_TOKENS = 256  # of an answer: there must be room for so many when it begins
 MIN_DRAFT_ROWS = 1024  # before a drafter's state of a session that drops tokens begins again: beginning has its price
 
 
@@ -264,10 +265,10 @@ class Holdings:
                     return True
         return False
 
-    def surely_has_room(self, num_sessions: int, num_tokens: int) -> bool:
-        """Whether the budget holds so many tokens more of each of so many sessions, whatever they hold by now: said in no time,
-        for backends that take a quarter more than they need, or a block, at most."""
-        most = num_sessions * self._bytes_for(num_tokens + MOST_BLOCK_TOKENS, FULL)
+    def surely_has_room(self, num_sessions: int, num_tokens: int, num_shared: int) -> bool:
+        """Whether the budget holds so many tokens more of each of so many sessions, and num_shared of some of them, whatever they
+        hold by now: said in no time, for backends that take a quarter more than they need, or a block, at most."""
+        most = num_sessions * self._bytes_for(num_tokens + MOST_BLOCK_TOKENS, FULL) + self._bytes_for(num_shared, FULL)
         return self._target.cache_bytes() * 5 // 4 + most <= self.budget_bytes
 
     def growth_bytes(self, session: Session, num_tokens: int) -> int:

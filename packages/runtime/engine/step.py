@@ -27,7 +27,7 @@ from runtime.engine.calibration import measure_forward
 from runtime.engine.drafting import Drafting
 from runtime.engine.flights import Outcome
 from runtime.engine.fused import FusedSteps
-from runtime.engine.holdings import Holdings, Readers
+from runtime.engine.holdings import ROOM_TOKENS, Holdings, Readers
 from runtime.engine.request import Request
 from runtime.engine.stats import EngineStatsBuilder
 from runtime.engine.work import Work
@@ -41,7 +41,8 @@ from runtime.types import HistoryTruncated, Switch
 
 log = logging.getLogger(__name__)
 
-LEAST_CHUNK_TOKENS = 64  # of a prompt in one forward: where many wait, they take turns rather than crumbs
+CHUNK_TOKENS = (256, 2048)  # of prompts in one forward; the latter where whole steps run on a device
+LEAST_CHUNK_TOKENS = 64  # of one prompt: where many wait, they take turns rather than crumbs
 _NO_LOGITS = torch.empty(0)
 
 
@@ -61,7 +62,7 @@ class Stepper:
         self._target = target
         self._info = target.info
         self._speculation = speculation
-        self._prefill_chunk_tokens = sessions.prefill_chunk_tokens
+        self._prefill_chunk_tokens = sessions.prefill_chunk_tokens or CHUNK_TOKENS[isinstance(target, Fuses)]
         self._num_turns = 0
         self._tap = tap
         self._stats = EngineStatsBuilder()
@@ -367,7 +368,7 @@ class Stepper:
 
     def growth_bytes(self, request: Request) -> int:
         """What it has yet to take: the rest of its history and the next tokens behind it."""
-        ahead = min(request.num_remaining, self._prefill_chunk_tokens)
+        ahead = min(request.num_remaining, self._prefill_chunk_tokens, ROOM_TOKENS)
         return self.holdings.growth_bytes(request.session, len(request.session.history) + ahead)
 
     def step_bytes(self, request: Request) -> int:
@@ -377,16 +378,14 @@ class Stepper:
 
     def surely_has_room(self, num_requests: int) -> bool:
         """Whether a step of so many fits into the budget, whoever they are."""
-        return self.holdings.surely_has_room(num_requests, self._prefill_chunk_tokens + self._speculation.max_draft_nodes)
+        return self.holdings.surely_has_room(num_requests, self._speculation.max_draft_nodes, self._prefill_chunk_tokens)
 
     def awaits_prefix(self, request: Request, reading: Readers) -> bool:
         return self.holdings.awaits_prefix(request.session, reading.like(request.session))
 
     def stats(self) -> EngineStats:
-        held, drafting = self.holdings, self.drafting
-        return self._stats.build(
-            held.kv_bytes, held.budget_bytes, drafting.active.version, drafting.num_failures, drafting.num_swaps
-        )
+        held, drafts = self.holdings, self.drafting
+        return self._stats.build(held.kv_bytes, held.budget_bytes, drafts.active.version, drafts.num_failures, drafts.num_swaps)
 
 
 def _num_pending(request: Request) -> int:

@@ -23,7 +23,7 @@ from runtime.backends.transformers.cuda.blocks import BLOCK_TOKENS, Table
 from runtime.backends.transformers.cuda.drafting import KNOWN
 from runtime.backends.transformers.cuda.launch import NO_WINDOW
 from runtime.backends.transformers.cuda.sampling import BLOCK_PLACES, truncates
-from runtime.backends.transformers.cuda.sending import Sender
+from runtime.backends.transformers.cuda.sending import Sender, Slot
 from runtime.backends.transformers.cuda.step import MAX_DRAFTING, MAX_JOINING, PRIME_ROWS, Picks, Step
 from runtime.backends.transformers.cuda.target import BUCKETS, MAX_GRAPH_ROWS, CudaTarget, Graphs, bucket
 from runtime.backends.whole_steps import Emitted
@@ -67,28 +67,12 @@ class _Flight:
     num: int
     depth: int
     num_steps: int
-    slot: _Slot
+    slot: Slot
 
     @property
     def num_tokens(self) -> int:
         """Of each sequence, at most."""
         return (self.depth + 1) * self.num_steps
-
-
-class _Slot:
-    """Where what a flight brings comes to lie on the host, and when it is there."""
-
-    def __init__(self, size: int, on_cuda: bool) -> None:
-        self.result = torch.zeros(MAX_STEPS, size, dtype=torch.int32, pin_memory=on_cuda)
-        self._arrival = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
-
-    def mark(self) -> None:
-        if self._arrival is not None:
-            self._arrival.record()
-
-    def wait(self) -> None:
-        if self._arrival is not None:
-            self._arrival.synchronize()
 
 
 class FusedDecoder:
@@ -99,7 +83,7 @@ class FusedDecoder:
         self._max_sequences = min(max_sequences, MAX_SEQUENCES, len(target.pool.device_table) - 1)
         self._step = Step(target, max_depth, bucket(self._max_sequences))
         on_cuda = target.device.type == "cuda"
-        self._slots = deque(_Slot(len(self._step.result), on_cuda) for _ in range(MAX_FLIGHTS))
+        self._slots = deque(Slot(MAX_STEPS, len(self._step.result), on_cuda) for _ in range(MAX_FLIGHTS))
         self._sequences: WeakKeyDictionary[Table, _Sequence] = WeakKeyDictionary()
         self._seats = [0] * len(self._step.table_rows)  # what they hold
         self._graphs, self._sender = Graphs(target.device), Sender(target.device)
@@ -162,8 +146,7 @@ class FusedDecoder:
         num_steps: int = 1,
     ) -> bool:
         """Begin a step of these sequences, or several in a row; `collect` ends the first that was begun, and at most
-        `MAX_FLIGHTS` may be under way. Who is in one of them already must be able to continue. False: some had to be brought
-        up first, or a graph captured.
+        `MAX_FLIGHTS` may be under way. Who is in one of them already must be able to continue. False: a graph was captured.
 
         histories[i] are all its tokens, the pending one last, which is the only one without K/V, and sampled[i] says where a
         sampled request stands; nobody looks at those of a request that `can_continue`. At most `max_sequences`, chains of at
@@ -192,7 +175,7 @@ class FusedDecoder:
             sequence.flight = flight
             table.num_ahead += num_tokens
         self._draw_numbers(sequences, num_tokens)  # for the next one too, while the device is busy
-        return is_known and not behind
+        return is_known
 
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         """Wait for the first that was launched: new tokens of each sequence, at least one, the last of which is pending.
@@ -202,7 +185,7 @@ class FusedDecoder:
         """
         flight = self._flights.popleft()
         began = time.perf_counter()
-        flight.slot.wait()
+        device_s = flight.slot.wait()
         waited_s = time.perf_counter() - began
         tokens, sizes = self._read(flight)
         advance = self._target.pool.advance
@@ -223,7 +206,7 @@ class FusedDecoder:
             sequence.place += len(new)
             sequence.primed = sequence.length - sequence.fresh if flight.depth else sequence.primed
             advance(table, len(new), keep_tail=True)
-        return Emitted(tokens, sizes, waited_s)
+        return Emitted(tokens, sizes, waited_s, device_s)
 
     def warm_up(self, num_sequences: int) -> dict[tuple[int, int], float]:
         """Capture all greedy steps of up to so many sequences, that none has to wait for it; seconds of each by number and depth.
@@ -241,10 +224,8 @@ class FusedDecoder:
     def _seconds_of_nobody(self, num: int, depth: int, num_steps: int) -> float:
         """A step's, of so many in a row that nobody takes part in."""
         nobody = _Flight([], [], num, depth, num_steps, self._slots[0])
-        started = time.perf_counter()
         self._start([], nobody, Picks.BEST)
-        nobody.slot.wait()
-        return (time.perf_counter() - started) / num_steps
+        return nobody.slot.wait() / num_steps
 
     @torch.inference_mode()
     def _warm_up_prompts(self) -> None:
@@ -341,10 +322,11 @@ class FusedDecoder:
             self._seats = seats + [0] * (len(self._seats) - num)
             self._sender.write(step.table_rows, np.array(self._seats, dtype=np.int32))
         size, is_known = num * (depth + 2), True
+        flight.slot.begin()
         for number in range(flight.num_steps):
             is_known &= self._graphs.run((num, depth, picks), partial(step.run, num, depth, picks))
             flight.slot.result[number, :size].copy_(step.result[:size], non_blocking=True)
-        flight.slot.mark()
+        flight.slot.end()
         return is_known
 
     def _read(self, flight: _Flight) -> tuple[list[list[int]], list[list[int]] | None]:

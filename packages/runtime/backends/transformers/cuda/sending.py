@@ -1,6 +1,8 @@
-"""From the host to the device without a wait: what is sent arrives in the order of what is launched."""
+"""Between host and device without a wait: what is sent keeps the order of what is launched; results tell when they came."""
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 import torch
@@ -45,3 +47,31 @@ class Sender:
         place[...] = values
         self._used += -(-values.nbytes // ALIGNMENT) * ALIGNMENT
         return torch.from_numpy(place)
+
+
+class Slot:
+    """Where results come to lie on the host: when they are there, and how long the device was at work for them."""
+
+    def __init__(self, num: int, size: int, on_cuda: bool) -> None:
+        self.result = torch.zeros(num, size, dtype=torch.int32, pin_memory=on_cuda)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []  # type: ignore[no-untyped-call]
+        self._times = [0.0, 0.0]  # on a CPU
+
+    def begin(self) -> None:
+        self._mark(0)
+
+    def end(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        self._times[which] = time.perf_counter()
+
+    def wait(self) -> float:
+        """Until it is there; seconds that the device took."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        began, ended = self._events
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 GRAPH_SEQUENCES = (1, 4, 16, 64)
 MAX_NODES = 64  # of a tree: one bit each
-MAX_GRAPH_ROWS = 512
+MAX_GRAPH_ROWS = 2048  # as many as are read of prompts at once
 # Numbers of sequences and of rows of all of them, however long each is; the smaller ones first.
 GRAPH_SHAPES = [(num, rows) for num in GRAPH_SEQUENCES for rows in BUCKETS if num <= rows <= MAX_GRAPH_ROWS]
 MAX_LONG_SEGMENTS, MAX_LONG_ROWS = 256, 32768  # of prompts at once; fewer segments than the block table has rows

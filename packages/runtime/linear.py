@@ -1,7 +1,10 @@
-"""Linear layers with weights packed once for oneDNN: what makes verifying a few tokens cost little more than one on a CPU.
+"""Linear layers with weights packed once: what makes verifying a few tokens cost little more than one on a CPU.
 
 Inference only: a packed layer has no parameters and no gradient. It does not know whose layer it is; the served target and
 the served drafter use it, training never does. A layer that is not float32 on a CPU, or a torch without oneDNN, stays plain.
+
+MKL packs on CPUs of Intel, where it is quicker with few rows and with many (`benchmarks/linear.py`); oneDNN does on all others,
+and wherever it is asked for what MKL has not: bfloat16, or the same bits whatever else is computed.
 
 oneDNN takes another kernel, and so another order of summation, for one row of a wide layer than for several: seen on AVX2,
 where from 1025 inputs on a single row differs in its last bits and all other numbers of rows agree. An `invariant` layer
@@ -14,11 +17,16 @@ as it is.
 
 from __future__ import annotations
 
+import platform
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import nn
 
 PROBED_ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 128)
 MOST_MIN_ROWS = 16
+MKL_ROWS = 256  # that MKL is told to pack for: what is best for so many is for one too
 FEW_ROWS = 16  # up to which each number of rows has a kernel of its own
 
 
@@ -33,6 +41,15 @@ def can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.float32 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
+@cache
+def can_use_mkl() -> bool:
+    """Whether torch has MKL, and this CPU is of the kind that MKL is quick on."""
+    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):  # type: ignore[no-untyped-call]
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+
+
 def can_halve(weight: torch.Tensor) -> bool:
     """Whether oneDNN can hold this weight in bfloat16: this CPU multiplies in it, and the weight loses nothing by it."""
     can_multiply = can_pack(weight) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -40,56 +57,82 @@ def can_halve(weight: torch.Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding).
+    """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding)."""
 
-    An input is filled up to `kernel_rows`, and to `min_rows` at the least, and the answer cut off again. `halve` packs W in
-    bfloat16 and rounds x and y to it: less than half of the time where W has to come from memory.
-    """
+    packed: torch.Tensor  # a plain attribute, not a parameter: an opaque tensor has no strides and cannot be moved, cast or saved
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_rows: int = 1, *, halve: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         if not can_pack(weight):
             raise ValueError(
                 f"A weight of {weight.dtype} on {weight.device} cannot be packed; use torch.nn.Linear, as pack_linears does."
             )
         self.out_features, self.in_features = weight.shape
-        self.min_rows = min_rows
-        # Plain attributes, not parameters: an opaque tensor has no strides and cannot be moved, cast or saved.
-        self.dtype = torch.bfloat16 if halve else torch.float32
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous())
-        self.bias = None if bias is None else bias.detach().to(self.dtype, copy=True)
-        self._op = torch.ops.mkldnn._linear_pointwise.default  # looked up once
+        self.dtype = dtype
+        self.bias = None if bias is None else bias.detach().to(dtype, copy=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: [..., in_features] -> [..., out_features]
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
-        num_rows = x.shape[0] if x.dim() == 2 else x.numel() // self.in_features
-        if self.min_rows <= num_rows <= FEW_ROWS:
-            return self._compute(x)
-        num_computed = kernel_rows(max(num_rows, self.min_rows))
-        if num_rows < num_computed:
-            rows = x.new_zeros(num_computed, self.in_features)
-            rows[:num_rows] = x.reshape(num_rows, self.in_features)
-            return self._compute(rows)[:num_rows].reshape(*x.shape[:-1], self.out_features)
-        return self._compute(x)
+        return self._compute(x, x.shape[0] if x.dim() == 2 else x.numel() // self.in_features)
 
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self._op(x.to(self.dtype), self.packed, self.bias, "none", [], "")
-        return y.to(x.dtype)
+    def _compute(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+class OneDnnLinear(PackedLinear):
+    """An input is filled up to `kernel_rows`, and to `min_rows` at the least, and the answer cut off again. `halve` packs W in
+    bfloat16 and rounds x and y to it: less than half of the time where W has to come from memory.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_rows: int = 1, *, halve: bool = False) -> None:
+        super().__init__(weight, bias, torch.bfloat16 if halve else torch.float32)
+        self.min_rows = min_rows
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous())
+        self._op = torch.ops.mkldnn._linear_pointwise.default  # looked up once
+
+    def _compute(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        if self.min_rows <= num_rows <= FEW_ROWS:
+            return self.exactly(x)
+        num_computed = kernel_rows(max(num_rows, self.min_rows))
+        if num_rows < num_computed:
+            rows = x.new_zeros(num_computed, self.in_features)
+            rows[:num_rows] = x.reshape(num_rows, self.in_features)
+            return self.exactly(rows)[:num_rows].reshape(*x.shape[:-1], self.out_features)
+        return self.exactly(x)
+
+    def exactly(self, x: torch.Tensor) -> torch.Tensor:
+        """Of these rows and no more."""
+        y: torch.Tensor = self._op(x.to(self.dtype), self.packed, self.bias, "none", [], "")
+        return y.to(x.dtype)
+
+
+class MklLinear(PackedLinear):
+    """For CPUs of Intel. What is packed for one number of rows serves all."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), MKL_ROWS)
+        self._shape = weight.new_empty(1).expand(weight.shape)  # nothing but a shape: the operation looks at no more of it
+        self._op = torch.ops.mkl._mkl_linear.default
+
+    def _compute(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        y: torch.Tensor = self._op(x, self.packed, self._shape, self.bias, num_rows)
+        return y
+
+
 @torch.inference_mode()
-def rows_for_invariance(layer: PackedLinear) -> int:
+def rows_for_invariance(layer: OneDnnLinear) -> int:
     """The smallest number of rows from which on a row's result depends on that row alone, to the last bit.
 
     RuntimeError if there is none: this machine's oneDNN chooses its kernels otherwise than we know.
     """
     rows = torch.randn(max(PROBED_ROWS), layer.in_features, generator=torch.Generator().manual_seed(0))
-    expected = layer._compute(rows)
+    expected = layer.exactly(rows)
     differing = [size for size in PROBED_ROWS if not _agrees(layer, rows, expected, size)]
     min_rows = max(differing, default=0) + 1
     if min_rows > MOST_MIN_ROWS:
@@ -100,10 +143,10 @@ def rows_for_invariance(layer: PackedLinear) -> int:
     return min_rows
 
 
-def _agrees(layer: PackedLinear, rows: torch.Tensor, expected: torch.Tensor, size: int) -> bool:
+def _agrees(layer: OneDnnLinear, rows: torch.Tensor, expected: torch.Tensor, size: int) -> bool:
     # The first rows and the last: a row's place must not matter either.
     starts = (0, len(rows) - size)
-    return all(torch.equal(layer._compute(rows[start : start + size]), expected[start : start + size]) for start in starts)
+    return all(torch.equal(layer.exactly(rows[start : start + size]), expected[start : start + size]) for start in starts)
 
 
 def pack_linears(module: nn.Module, *, invariant: bool = False, halve: bool = False) -> int:
@@ -119,11 +162,20 @@ def pack_linears(module: nn.Module, *, invariant: bool = False, halve: bool = Fa
     for parent in [part for part in module.modules() if any(type(child) is nn.Linear for child in part.children())]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_pack(child.weight):  # not a subclass, which may compute something else
-                packed = PackedLinear(child.weight, child.bias, halve=halve and can_halve(child.weight))
-                if invariant:
-                    shape = packed.out_features, packed.in_features
-                    packed.min_rows = min_rows[shape] if shape in min_rows else rows_for_invariance(packed)
-                    min_rows[shape] = packed.min_rows
-                setattr(parent, name, packed)
+                setattr(parent, name, _packed(child, min_rows if invariant else None, halve))
                 num_packed += 1
     return num_packed
+
+
+def _packed(linear: nn.Linear, min_rows: dict[tuple[int, int], int] | None, halve: bool) -> PackedLinear:
+    """min_rows: of invariant layers, by shape, as far as known; None: not invariant."""
+    is_halved = halve and can_halve(linear.weight)
+    if min_rows is None and not is_halved and can_use_mkl():
+        return MklLinear(linear.weight, linear.bias)
+    packed = OneDnnLinear(linear.weight, linear.bias, halve=is_halved)
+    if min_rows is not None:
+        shape = packed.out_features, packed.in_features
+        if shape not in min_rows:
+            min_rows[shape] = rows_for_invariance(packed)
+        packed.min_rows = min_rows[shape]
+    return packed

@@ -5,8 +5,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.linear import PackedLinear, can_halve, kernel_rows, pack_linears, rows_for_invariance
+from runtime import linear
+from runtime.linear import (
+    MklLinear,
+    OneDnnLinear,
+    PackedLinear,
+    can_halve,
+    can_use_mkl,
+    kernel_rows,
+    pack_linears,
+    rows_for_invariance,
+)
 
+KINDS = [
+    OneDnnLinear,
+    pytest.param(MklLinear, marks=pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")),
+]
 SHAPES = [(192, 576), (576, 1536), (1000, 64), (7, 5), (1, 1)]
 
 
@@ -23,41 +37,49 @@ def assert_equal_up_to_rounding(actual: torch.Tensor, expected: torch.Tensor) ->
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_plain_layer_at_every_size(shape: tuple[int, int], bias: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_plain_layer_at_every_size(kind: type[PackedLinear], shape: tuple[int, int], bias: bool) -> None:
     weight, offset = weights(*shape, bias)
-    packed = PackedLinear(weight, offset)
+    packed = kind(weight, offset)
     rows = torch.randn(300, shape[1], generator=torch.Generator().manual_seed(1))
     for size in [*range(1, 65), 300]:
         assert_equal_up_to_rounding(packed(rows[:size]), F.linear(rows[:size], weight, offset))
 
 
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 8), (2, 1, 4, 8)], ids=str)
-def test_takes_any_leading_shape(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (0, 8), (2, 3, 8), (2, 1, 4, 8)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_takes_any_leading_shape(kind: type[PackedLinear], shape: tuple[int, ...]) -> None:
     weight, offset = weights(6, 8, True)
     x = torch.randn(shape)
-    assert_equal_up_to_rounding(PackedLinear(weight, offset)(x), F.linear(x, weight, offset))
+    y = kind(weight, offset)(x)
+    assert y.shape == (*shape[:-1], 6)
+    if y.numel():
+        assert_equal_up_to_rounding(y, F.linear(x, weight, offset))
 
 
-def test_takes_inputs_that_are_not_contiguous() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_takes_inputs_that_are_not_contiguous(kind: type[PackedLinear]) -> None:
     weight, _ = weights(6, 8, False)
     x = torch.randn(8, 5).T
-    assert_equal_up_to_rounding(PackedLinear(weight)(x), F.linear(x, weight))
+    assert_equal_up_to_rounding(kind(weight, None)(x), F.linear(x, weight))
     sliced = torch.randn(5, 16)[:, ::2]
-    assert_equal_up_to_rounding(PackedLinear(weight)(sliced), F.linear(sliced, weight))
+    assert_equal_up_to_rounding(kind(weight, None)(sliced), F.linear(sliced, weight))
 
 
-def test_packs_a_view_and_keeps_no_part_of_it() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs_a_view_and_keeps_no_part_of_it(kind: type[PackedLinear]) -> None:
     weight, offset = weights(6, 8, True)
     assert offset is not None
     expected = F.linear(torch.ones(1, 8), weight, offset)
-    packed = PackedLinear(weight.T.contiguous().T, offset)
+    packed = kind(weight.T.contiguous().T, offset)
     weight.zero_()
     offset.zero_()
     assert_equal_up_to_rounding(packed(torch.ones(1, 8)), expected)
 
 
-def test_has_nothing_to_train() -> None:
-    packed = PackedLinear(*weights(6, 8, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_has_nothing_to_train(kind: type[PackedLinear]) -> None:
+    packed = kind(*weights(6, 8, True))
     assert not list(packed.parameters())
     with pytest.raises(RuntimeError, match="no gradient"):
         packed(torch.randn(2, 8, requires_grad=True))
@@ -65,9 +87,30 @@ def test_has_nothing_to_train() -> None:
         assert packed(torch.randn(2, 8, requires_grad=True)).shape == (2, 6)
 
 
-def test_refuses_what_it_cannot_hold() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_refuses_what_it_cannot_hold(kind: type[PackedLinear]) -> None:
     with pytest.raises(ValueError, match=r"torch\.bfloat16 on cpu cannot be packed"):
-        PackedLinear(torch.zeros(2, 2, dtype=torch.bfloat16))
+        kind(torch.zeros(2, 2, dtype=torch.bfloat16), None)
+
+
+@pytest.mark.parametrize("has_mkl", [False, True])
+def test_mkl_packs_where_it_is_quicker_and_can_do_what_is_asked(has_mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_mkl and not torch.backends.mkl.is_available():
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(linear, "can_use_mkl", lambda: has_mkl)
+    default, invariant = nn.Sequential(nn.Linear(8, 6)), nn.Sequential(nn.Linear(8, 6))
+    pack_linears(default)
+    pack_linears(invariant, invariant=True)
+    assert type(default[0]) is (MklLinear if has_mkl else OneDnnLinear)
+    assert type(invariant[0]) is OneDnnLinear
+
+
+def test_mkl_is_for_processors_of_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear.Path, "exists", lambda _: True)
+    for vendor in ("GenuineIntel", "AuthenticAMD"):
+        monkeypatch.setattr(linear.Path, "read_text", lambda _, vendor=vendor: f"processor: 0\nvendor_id: {vendor}\n")
+        is_intel = vendor == "GenuineIntel"
+        assert can_use_mkl.__wrapped__() == (is_intel and torch.backends.mkl.is_available())
 
 
 class Small(nn.Module):
@@ -124,22 +167,22 @@ def test_an_invariant_layer_computes_each_row_alike(in_features: int) -> None:
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 1, 8), (1, 3, 8)], ids=str)
 def test_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    layer = PackedLinear(*weights(6, 8, True), min_rows=4)
+    layer = OneDnnLinear(*weights(6, 8, True), min_rows=4)
     sizes: list[int] = []
-    compute = layer._compute
-    monkeypatch.setattr(layer, "_compute", lambda x: sizes.append(x.numel() // 8) or compute(x))
+    compute = layer.exactly
+    monkeypatch.setattr(layer, "exactly", lambda x: sizes.append(x.numel() // 8) or compute(x))
     x = torch.randn(shape)
-    assert_equal_up_to_rounding(layer(x), PackedLinear(*weights(6, 8, True))(x))
+    assert_equal_up_to_rounding(layer(x), OneDnnLinear(*weights(6, 8, True))(x))
     assert sizes == [4]
 
 
-class Unsteady(PackedLinear):
+class Unsteady(OneDnnLinear):
     """As if oneDNN changed its ways at some number of rows."""
 
     changes_at = 0
 
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._compute(x) + (len(x) < self.changes_at)
+    def exactly(self, x: torch.Tensor) -> torch.Tensor:
+        return super().exactly(x) + (len(x) < self.changes_at)
 
 
 @pytest.mark.parametrize(("changes_at", "expected"), [(0, 1), (2, 2), (9, 9)])
@@ -164,10 +207,10 @@ def test_batches_of_every_size_need_few_kernels() -> None:
 
 
 def test_a_layer_computes_whole_steps_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedLinear(*weights(6, 8, True))
+    packed = OneDnnLinear(*weights(6, 8, True))
     seen: set[int] = set()
-    compute = packed._compute
-    monkeypatch.setattr(packed, "_compute", lambda x: seen.add(x.numel() // 8) or compute(x))
+    compute = packed.exactly
+    monkeypatch.setattr(packed, "exactly", lambda x: seen.add(x.numel() // 8) or compute(x))
     for size in range(1, 200):
         packed(torch.ones(1, size, 8))
     assert seen == {kernel_rows(size) for size in range(1, 200)}
@@ -180,7 +223,7 @@ def test_halved_weights_lose_nothing_and_states_their_last_bits() -> None:
     assert can_halve(exact)
     assert not can_halve(torch.randn(48, 32, generator=generator))
     x = torch.randn(5, 32, generator=generator)
-    y = PackedLinear(exact, halve=True)(x)
+    y = OneDnnLinear(exact, halve=True)(x)
     assert y.dtype is torch.float32
     expected = (x.bfloat16().double() @ exact.double().T).float()
     torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-5)

@@ -51,7 +51,7 @@ class RaggedBatch:
         if self._turns is None:
             self._turns = cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         cos, signed_sin = self._turns
-        return torch.addcmul(x * cos, torch.cat([x[..., half:], x[..., :half]], dim=-1), signed_sin)
+        return torch.addcmul(x * cos, x.roll(half, -1), signed_sin)
 
     def hidden(self, layer_ids: Sequence[int]) -> HiddenStates:
         """Of all rows, once the model is done."""

@@ -101,19 +101,33 @@ class ContiguousAttention:
     ) -> torch.Tensor:
         outputs = []
         for plan in self._plans:
-            start, end = plan.start, plan.end
-            plan.new_keys[layer].copy_(k[:, start:end])
-            plan.new_values[layer].copy_(v[:, start:end])
-            keys, values = plan.keys[layer], plan.values[layer]
-            first, mask = plan.sight(window, q.shape[0] // k.shape[0])
-            if first:
-                keys, values = keys[:, first:], values[:, first:]
-            # The heads that share keys become rows of one attention problem: grouped-query attention without a copy of K/V.
-            rows = q[:, start:end].reshape(1, k.shape[0], -1, q.shape[2])
-            out = attend(rows, keys[None], values[None], mask, scale, softcap)
-            outputs.append(out.reshape(q.shape[0], plan.size, v.shape[2]))
-        row = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return row.transpose(0, 1)[None]
+            parts = q, k, v
+            if len(self._plans) > 1:
+                parts = q[:, plan.start : plan.end], k[:, plan.start : plan.end], v[:, plan.start : plan.end]
+            outputs.append(_attend_segment(plan, layer, *parts, scale, window, softcap))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+
+
+def _attend_segment(
+    plan: SegmentPlan,
+    layer: int,
+    q: torch.Tensor,  # [num_heads, size, key_dim]
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[1, num_heads, size, value_dim]"""
+    plan.new_keys[layer].copy_(k)
+    plan.new_values[layer].copy_(v)
+    keys, values = plan.keys[layer], plan.values[layer]
+    first, mask = plan.sight(window, q.shape[0] // k.shape[0])
+    if first:
+        keys, values = keys[:, first:], values[:, first:]
+    # The heads that share keys become rows of one attention problem: grouped-query attention without a copy of K/V.
+    rows = q.reshape(1, k.shape[0], -1, q.shape[2])
+    return attend(rows, keys[None], values[None], mask, scale, softcap).reshape(1, q.shape[0], plan.size, v.shape[2])
 
 
 def attend(

@@ -78,7 +78,8 @@ class Plan:
     domains: tuple[str, ...] = ()  # of the section never; none: the first ones
     num_domains: int = 4
     never_tokens: int = 64
-    place_tokens: int = 192  # that each of so many at once makes there
+    place_tokens: int = 192  # that each of so many at once makes there,
+    cell_tokens: int = 384  # and that all of them do at least
     rounds: int = 3
     flat_requests: int = 10_000
     flat_concurrency: int = 64
@@ -87,7 +88,8 @@ class Plan:
         if device == "cpu":
             return self
         more = (*self.batch_sizes, 32, 64)
-        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, never_tokens=256, place_tokens=256)
+        tokens = {"never_tokens": 256, "place_tokens": 256, "cell_tokens": 2048}
+        return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, **tokens)
 
 
 QUICK = Plan(
@@ -103,6 +105,7 @@ QUICK = Plan(
     num_domains=2,
     never_tokens=24,
     place_tokens=72,
+    cell_tokens=72,
     rounds=1,
     flat_requests=200,
     flat_concurrency=16,
@@ -206,7 +209,7 @@ class Bench:
             DEPTHS,
             plan.concurrencies,
             plan.never_tokens,
-            plan.place_tokens,
+            (plan.place_tokens, plan.cell_tokens),
             plan.rounds,
             say,
         )

@@ -215,7 +215,7 @@ def never_slower(
     depths: Sequence[int],
     concurrencies: Sequence[int],
     max_tokens: int,
-    place_tokens: int,
+    num_tokens: tuple[int, int],
     rounds: int,
     say: Say,
 ) -> Row:
@@ -224,7 +224,8 @@ def never_slower(
     All arms do the same work, token by token: the fixed depths are asked first, and of each answer as much counts as they all
     give. In float32 that is all of it, nearly always. In bfloat16 shapes of forwards part them sooner, and then one arm has text
     that is easier to draft than another's, which says nothing of either. (`same` says how many of an arm's answers were as
-    asked for.) There are so many of them that each of the places taken makes place_tokens, or nearly.
+    asked for.) There are so many of them that each of the places taken makes the first of num_tokens, and all together the
+    second, or nearly.
 
     A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
     one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
@@ -247,7 +248,8 @@ def never_slower(
         for number in range(rounds):
             for cell in cells:
                 here = texts[cell.domain]
-                num_each = max(place_tokens / mean(len(text) for _, text in here), LEAST_EACH)
+                of_place = max(num_tokens[0], num_tokens[1] / cell.concurrency)
+                num_each = max(of_place / mean(len(text) for _, text in here), LEAST_EACH)
                 num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
                 chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
                 given = {}

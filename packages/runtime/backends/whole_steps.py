@@ -71,6 +71,10 @@ class Decoder(Protocol):
         False: something was compiled in between, so this step says nothing of what others take."""
         ...
 
+    def has_landed(self) -> bool:
+        """Whether `collect` would not have to wait."""
+        ...
+
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         """End the first of those under way. What is no longer wanted changes nothing, and where it goes on in others under way,
         none come for it there. States of the rows are the target's to tell."""

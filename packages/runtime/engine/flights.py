@@ -13,8 +13,8 @@ from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import Pacer
 from runtime.speculation.shape import Group
 
-UNLEARNED, MOST_UNLEARNED = 8, 16  # landings that nothing was learned from yet: after so many the host learns when it has time,
-SPARE = 0.1  # for so much of the last step, or has to
+UNLEARNED, MOST_UNLEARNED = 8, 32  # landings that nothing was learned from yet: after so many the host learns when it has time,
+# or has to
 ENOUGH_CHAINS = 512  # of the last ones: more than averages remember of most batches
 
 
@@ -64,7 +64,7 @@ class Landed:
 
 class Lessons:
     """For the pacer, of steps that landed. Not at each landing, since it takes the host as long as a few sessions' tokens; nor,
-    if that can be helped, where the device waits for the host already, behind a prompt most of all."""
+    if that can be helped, where the device may come to wait for the host, behind a prompt most of all."""
 
     def __init__(self, pacer: Pacer) -> None:
         self.costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without; none: depths are fixed
@@ -79,10 +79,12 @@ class Lessons:
 
     @property
     def is_due(self) -> bool:
-        if len(self._landed) >= MOST_UNLEARNED:
-            return True
-        has_time = any(landed.waited_s > SPARE * landed.seconds for landed in self._landed[-1:])
-        return has_time and (self._pacer.is_due or len(self._landed) >= UNLEARNED)
+        """Where the host has time."""
+        return self._pacer.is_due or len(self._landed) >= UNLEARNED
+
+    @property
+    def is_overdue(self) -> bool:
+        return len(self._landed) >= MOST_UNLEARNED
 
     def learn(self, drafter: Drafter | None) -> None:
         """From all that landed since the last time; of drafts only from those of the drafter that is loaded."""
@@ -92,6 +94,7 @@ class Lessons:
         while self._landed and num_chains < ENOUGH_CHAINS:
             num_chains += self._learn_chains(self._landed.pop(), drafter)
         self._landed.clear()
+        self._pacer.refresh()
 
     def _learn_costs(self, landed: Landed) -> None:
         flight = landed.flight

@@ -162,6 +162,8 @@ class FusedSteps:
         live = [work for work in works if not work.is_settling]
         if self._steps:
             self._take_off_ahead(live)
+            if self._lessons.is_overdue or (self._lessons.is_due and not self._decoder.has_landed()):
+                self._lessons.learn(self._loaded)
         landed = [self._land(flight, works) for flight in (self._steps.popleft() if self._steps else ())]
         if not self._steps:
             self._load()  # nothing is under way: a swap takes effect here
@@ -170,9 +172,8 @@ class FusedSteps:
                 landed = [self._land(self._launch(part, depth, {}, time.perf_counter()), part) for part, depth in parts]
             self._take_off(live, {id(work.request): new.token_ids for part in landed for work, _, new in part.works})
         self._lessons.note(landed)
-        if self._lessons.is_due or not self._steps:
+        if not self._steps:
             self._lessons.learn(self._loaded)
-            self._pacer.refresh()
         return [outcome for part in landed for outcome in part.outcomes()]
 
     def _take_off_ahead(self, works: Sequence[Work]) -> None:

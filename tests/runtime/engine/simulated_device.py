@@ -86,6 +86,7 @@ class SlowDecoder:
     num_sampled: int = 0  # sequences that came here to be sampled
     loaded: list[Eagle3Model] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)  # under way
+    is_quick: bool = True  # the host finds each step over already
     num_ahead: int = 0  # launched while another was under way
 
     def load_drafter(self, model: Eagle3Model) -> bool:
@@ -162,6 +163,9 @@ class SlowDecoder:
         uniforms = None if one is None else one.uniforms.at(one.place + len(more), depth + 1)[:, 1]
         processor = Processor(params, history, self.target.info.vocab_size)
         return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
+
+    def has_landed(self) -> bool:
+        return self.is_quick
 
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         step = self.steps.pop(0)

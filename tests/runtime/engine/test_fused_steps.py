@@ -177,15 +177,15 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
     assert acceptance._levels or fused._pacer._fates, "what became of the chains too"
 
 
-@pytest.mark.parametrize(("spare", "most"), [(-1.0, UNLEARNED), (1.0, MOST_UNLEARNED)])
+@pytest.mark.parametrize(("is_quick", "most"), [(False, UNLEARNED), (True, MOST_UNLEARNED)])
 def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_none(
-    spare: float, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    is_quick: bool, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(flights, "SPARE", spare)
     numbers = []
     learn = Lessons.learn
     monkeypatch.setattr(Lessons, "learn", lambda self, drafter: numbers.append(len(self._landed)) or learn(self, drafter))
     [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
+    decoder.is_quick = is_quick
     Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
     engine.stop()
     assert max(numbers) == most
@@ -195,7 +195,6 @@ def test_of_many_drafts_the_last_are_enough_and_of_what_steps_took_all_counts(
     target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(flights, "ENOUGH_CHAINS", 3)
-    monkeypatch.setattr(flights, "SPARE", 1.0)
     num_chains, num_landed, before = [], [], []
     record_chains, record_host, learn = Pacer.record_chains, StepCosts.record_host, Lessons.learn
     monkeypatch.setattr(Pacer, "record_chains", lambda *args: num_chains.append(len(args[3])) or record_chains(*args))

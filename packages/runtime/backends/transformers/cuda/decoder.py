@@ -177,6 +177,10 @@ class FusedDecoder:
         self._draw_numbers(sequences, num_tokens)  # for the next one too, while the device is busy
         return is_known
 
+    def has_landed(self) -> bool:
+        """Whether what was launched first is over."""
+        return self._flights[0].slot.is_there
+
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         """Wait for the first that was launched: new tokens of each sequence, at least one, the last of which is pending.
 

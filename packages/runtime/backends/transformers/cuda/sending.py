@@ -68,6 +68,10 @@ class Slot:
             self._events[which].record()
         self._times[which] = time.perf_counter()
 
+    @property
+    def is_there(self) -> bool:
+        return not self._events or bool(self._events[1].query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> float:
         """Until it is there; seconds that the device took."""
         if not self._events:

@@ -36,6 +36,7 @@ class Flight:
     num_steps: int
     began: float
     is_typical: bool  # of what the device takes for such a step
+    is_alone: bool  # nothing else was to be computed just before it
 
     @property
     def most_tokens(self) -> int:
@@ -51,6 +52,14 @@ class Landed:
     seconds: float  # from the landing before it, less what was spent elsewhere
     waited_s: float  # of these, for the device
     device_s: float | None  # that it was at work for this alone
+
+    @property
+    def host_s(self) -> float:
+        """What the device must take for this before it is what takes the time: as long as the host was at work. Where the device
+        had prompts to read in between, its own time less what the host waited, which is no more than that."""
+        if self.flight.is_alone or self.device_s is None:
+            return self.seconds - self.waited_s
+        return max(self.device_s - self.waited_s, 0.0)
 
     def outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -99,7 +108,7 @@ class Lessons:
     def _learn_costs(self, landed: Landed) -> None:
         flight = landed.flight
         costs, num = self.costs[has_sampled(flight.works)], len(flight.works)
-        costs.record_host(num, (landed.seconds - landed.waited_s) / flight.num_steps)
+        costs.record_host(num, landed.host_s / flight.num_steps)
         if flight.is_typical and landed.device_s is not None:
             costs.record_device(num, flight.depth, landed.device_s / flight.num_steps)
 

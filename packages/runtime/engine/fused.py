@@ -265,7 +265,8 @@ class FusedSteps:
             self._elsewhere_s = 0.0  # it was spent before this one began
         is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
-        return Flight(works, {id(work.request) for work in works}, caches, depth, num_steps, began, is_typical)
+        requests = {id(work.request) for work in works}
+        return Flight(works, requests, caches, depth, num_steps, began, is_typical, self._is_alone)
 
     def _num_in_a_row(self, works: list[Work], depth: int, num_ahead: Mapping[int, int]) -> int:
         """Steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""

@@ -36,7 +36,7 @@ UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
 PROBE_SHARE = 8  # one of so many sessions takes part
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
-MEMORY_PER_SESSION = 4  # observations more that averages remember for each session of the batch
+MEMORY_PER_SESSION = (4, 8)  # observations more that averages remember for each session of the batch; of whole steps
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
 OTHER_STEPS = 4  # of a look at the other width, deeper, or less deep
 
@@ -316,7 +316,7 @@ class Pacer:
 
     @property
     def _memory(self) -> int:
-        return MEMORY + MEMORY_PER_SESSION * self._num_sessions
+        return MEMORY + MEMORY_PER_SESSION[self._whole_steps] * self._num_sessions
 
     def record(self, ask: Ask, shape: Shape, draft: Draft, path: Sequence[int]) -> None:
         """What became of one session's draft: the nodes that were accepted."""

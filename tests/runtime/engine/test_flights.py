@@ -1,0 +1,25 @@
+"""What is learned of steps that landed."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.engine.flights import Flight, Landed
+
+
+def landed(seconds: float, waited_s: float, device_s: float | None, is_alone: bool) -> Landed:
+    flight = Flight([], set(), [], depth=3, num_steps=1, began=0.0, is_typical=True, is_alone=is_alone)
+    return Landed([], flight, seconds, waited_s, device_s)
+
+
+@pytest.mark.parametrize("device_s", [None, 1.0, 1.5])
+def test_a_step_alone_takes_the_host_what_it_did_not_wait(device_s: float | None) -> None:
+    assert landed(2.0, 0.5, device_s, is_alone=True).host_s == 1.5
+
+
+def test_of_a_step_beside_prompts_only_its_own_time_on_the_device_counts() -> None:
+    """The device was at work for 2 s, of which 0.9 s for prompts, and the host waited for 0.5: a step that takes 0.5 s less,
+    whatever its depth, would let the host wait for nothing."""
+    assert landed(2.0, 0.5, 1.1, is_alone=False).host_s == pytest.approx(0.6)
+    assert landed(2.0, 1.5, 1.1, is_alone=False).host_s == 0.0
+    assert landed(2.0, 0.5, None, is_alone=False).host_s == 1.5, "nobody knows"

@@ -63,8 +63,9 @@ class FusedLayer(nn.Module):
         q, k, v = turned[: self.num_heads], turned[self.num_heads :], heads[num_turned:]
         seen = batch.attention(self.layer_idx, q, k, v, self.scale, self.window, None)  # [1, T, heads, D]
         h: torch.Tensor = self.out(seen.flatten(2)).add_(hidden_states)
-        gate, up = self.gate_up(rms_norm(h, self.mlp_norm, self.eps)).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(F.silu(gate).mul_(up)).add_(h)
+        both = self.gate_up(rms_norm(h, self.mlp_norm, self.eps))
+        width = self.down.in_features
+        out: torch.Tensor = self.down(F.silu(both[..., :width]).mul_(both[..., width:])).add_(h)
         return out
 
 

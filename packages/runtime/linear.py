@@ -27,6 +27,7 @@ from torch import nn
 PROBED_ROWS = (*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 128)
 MOST_MIN_ROWS = 16
 MKL_ROWS = 256  # that MKL is told to pack for: what is best for so many is for one too
+MKL_PROBED_ROWS, MKL_TOLERANCE = (1, 2, 3, 5, 8, 17, 48, 100, 257), 1e-4  # of the largest number
 FEW_ROWS = 16  # up to which each number of rows has a kernel of its own
 
 
@@ -112,7 +113,7 @@ class OneDnnLinear(PackedLinear):
 
 
 class MklLinear(PackedLinear):
-    """For CPUs of Intel. What is packed for one number of rows serves all."""
+    """For CPUs of Intel. What is packed for one number of rows serves all, as far as `is_right` finds."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -157,25 +158,38 @@ def pack_linears(module: nn.Module, *, invariant: bool = False, halve: bool = Fa
     A weight tied to an embedding stays with the embedding, and the layer gets a packed copy of its own.
     """
     num_packed = 0
-    min_rows: dict[tuple[int, int], int] = {}  # by shape, which is what oneDNN chooses kernels by
+    known: dict[tuple[int, int], int] = {}  # by shape, which is what a library chooses its kernels by: what `_packed` found out
     # Parents only: holding the layers themselves would keep all plain weights beside the packed ones until the end.
     for parent in [part for part in module.modules() if any(type(child) is nn.Linear for child in part.children())]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_pack(child.weight):  # not a subclass, which may compute something else
-                setattr(parent, name, _packed(child, min_rows if invariant else None, halve))
+                setattr(parent, name, _packed(child, known, invariant, halve and can_halve(child.weight)))
                 num_packed += 1
     return num_packed
 
 
-def _packed(linear: nn.Linear, min_rows: dict[tuple[int, int], int] | None, halve: bool) -> PackedLinear:
-    """min_rows: of invariant layers, by shape, as far as known; None: not invariant."""
-    is_halved = halve and can_halve(linear.weight)
-    if min_rows is None and not is_halved and can_use_mkl():
-        return MklLinear(linear.weight, linear.bias)
-    packed = OneDnnLinear(linear.weight, linear.bias, halve=is_halved)
-    if min_rows is not None:
-        shape = packed.out_features, packed.in_features
-        if shape not in min_rows:
-            min_rows[shape] = rows_for_invariance(packed)
-        packed.min_rows = min_rows[shape]
+def _packed(linear: nn.Linear, known: dict[tuple[int, int], int], invariant: bool, halve: bool) -> PackedLinear:
+    """known: of invariant layers the least rows; of others whether MKL computes them rightly."""
+    shape = linear.out_features, linear.in_features
+    if not (invariant or halve) and can_use_mkl() and known.get(shape, True):
+        of_mkl = MklLinear(linear.weight, linear.bias)
+        if shape not in known:
+            known[shape] = is_right(of_mkl, linear)
+        if known[shape]:
+            return of_mkl
+    packed = OneDnnLinear(linear.weight, linear.bias, halve=halve)
+    if invariant:
+        if shape not in known:
+            known[shape] = rows_for_invariance(packed)
+        packed.min_rows = known[shape]
     return packed
+
+
+@torch.inference_mode()
+def is_right(packed: PackedLinear, plain: nn.Linear) -> bool:
+    """Whether both say the same. MKL promises nothing for other numbers of rows than it packed for, so nothing is taken for
+    granted on a machine that we do not know."""
+    rows = torch.randn(MKL_PROBED_ROWS[-1], plain.in_features, generator=torch.Generator().manual_seed(0))
+    expected = plain(rows)
+    most = MKL_TOLERANCE * float(expected.abs().max())
+    return all(float((packed(rows[:size]) - expected[:size]).abs().max()) <= most for size in MKL_PROBED_ROWS)

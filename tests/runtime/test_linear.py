@@ -105,6 +105,19 @@ def test_mkl_packs_where_it_is_quicker_and_can_do_what_is_asked(has_mkl: bool, m
     assert type(invariant[0]) is OneDnnLinear
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_where_mkl_is_wrong_for_other_rows_than_it_packed_for_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at once for each shape."""
+    monkeypatch.setattr(linear, "can_use_mkl", lambda: True)
+    init, compute, made = MklLinear.__init__, MklLinear._compute, []
+    monkeypatch.setattr(MklLinear, "_compute", lambda self, x, num_rows: compute(self, x, num_rows) + 0.1 * (num_rows == 8))
+    monkeypatch.setattr(MklLinear, "__init__", lambda self, *args: made.append(args) or init(self, *args))
+    module = nn.Sequential(*(nn.Linear(8, 6) for _ in range(3)))
+    assert pack_linears(module) == 3
+    assert all(type(layer) is OneDnnLinear for layer in module)
+    assert len(made) == 1
+
+
 def test_mkl_is_for_processors_of_intel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear.Path, "exists", lambda _: True)
     for vendor in ("GenuineIntel", "AuthenticAMD"):

@@ -227,9 +227,10 @@ def never_slower(
     asked for.) There are so many of them that each of the places taken makes the first of num_tokens, and all together the
     second, or nearly.
 
-    A round visits every cell, and in each all arms one after the other, so that what changes the machine for a while touches
-    one round of a cell and not all. Which depth is the best is said by the other rounds than the one whose ratio is taken, or
-    luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the later rounds. Ctrl-C ends it behind the first round.
+    Adaptive meets every cell once before the first round. A round visits every cell, and in each all arms one after the other, so
+    that what changes the machine for a while touches one round of a cell and not all. Which depth is the best is said by the
+    other rounds than the one whose ratio is taken, or luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the
+    later rounds. Ctrl-C ends it behind the first round.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
@@ -244,20 +245,24 @@ def never_slower(
         raise SystemExit(f"engine: no answer is the same for {LEAST_AGREED} tokens at all depths; there is nothing to compare.")
     say(f"all depths agree on {mean(len(text) for here in texts.values() for _, text in here):.0f} tokens of an answer")
     cells = [_Cell(domain, num, arms) for domain in texts for num in concurrencies]
+
+    def run(cell: _Cell, name: str) -> tuple[list[Answer], Sequence[list[int]]]:
+        here, (served, fields) = texts[cell.domain], arms[name]
+        of_place = max(num_tokens[0], num_tokens[1] / cell.concurrency)
+        num_each = max(of_place / mean(len(text) for _, text in here), LEAST_EACH)
+        num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
+        chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
+        return served.run(chosen, cell.concurrency, list(map(len, wanted)), ignore_eos=True, **fields), wanted
+
+    for cell in cells:
+        run(cell, ADAPTIVE)
+    say("adaptive has met every cell once, uncounted: what steps cost here it knows, as a server does that has served before")
     try:
         for number in range(rounds):
             for cell in cells:
-                here = texts[cell.domain]
-                of_place = max(num_tokens[0], num_tokens[1] / cell.concurrency)
-                num_each = max(of_place / mean(len(text) for _, text in here), LEAST_EACH)
-                num_requests = max(round(num_each * cell.concurrency), LEAST_REQUESTS)
-                chosen, wanted = zip(*(here[index % len(here)] for index in range(num_requests)), strict=True)
-                given = {}
-                for name in turns(cell.arms(), number):
-                    served, fields = arms[name]
-                    given[name] = served.run(chosen, cell.concurrency, list(map(len, wanted)), ignore_eos=True, **fields)
-                for name, its in given.items():
-                    cell.note(name, its, wanted)
+                given = {name: run(cell, name) for name in turns(cell.arms(), number)}
+                for name, (answers, wanted) in given.items():
+                    cell.note(name, answers, wanted)
                 say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: {cell.ratio:.3f} of the best depth")
     except KeyboardInterrupt:
         if not all(cell.num_rounds for cell in cells):

@@ -18,6 +18,7 @@ as it is.
 from __future__ import annotations
 
 import platform
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def can_halve(weight: torch.Tensor) -> bool:
     return bool(can_multiply) and torch.equal(weight.bfloat16().float(), weight)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, ABC):
     """y = x W^T + b for float32 on a CPU. Holds the packed copy only; the caller keeps W if it needs it (a tied embedding)."""
 
     packed: torch.Tensor  # a plain attribute, not a parameter: an opaque tensor has no strides and cannot be moved, cast or saved
@@ -78,8 +79,8 @@ class PackedLinear(nn.Module):
             raise RuntimeError("A packed linear layer has no gradient; train the plain model, and pack the one that is served.")
         return self._compute(x, x.shape[0] if x.dim() == 2 else x.numel() // self.in_features)
 
-    def _compute(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _compute(self, x: torch.Tensor, num_rows: int) -> torch.Tensor: ...
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

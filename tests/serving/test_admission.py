@@ -53,7 +53,7 @@ def test_queueing_serves_in_order_of_arrival() -> None:
         tasks = [asyncio.create_task(work(number)) for number in range(3)]
         await asyncio.sleep(0)
         assert admission.num_waiting == 3
-        with pytest.raises(CapacityExhausted, match="3 generations are waiting"):
+        with pytest.raises(CapacityExhausted, match="3 requests are waiting"):
             await admission.acquire()
         first.release()
         await asyncio.gather(*tasks)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from runtime.errors import EngineUnavailable
+from runtime.garbage import set_apart_what_is_loaded
 from serving import tls
 from serving.admission import Admission
 from serving.assembly import Parts, assemble
@@ -85,13 +85,6 @@ async def _serve_until_signal(config: ServingConfig) -> None:
         print(f"ready http={ready.http} grpc={ready.grpc}", flush=True)
 
     await server.serve(announce)
-
-
-def set_apart_what_is_loaded() -> None:
-    """Keep what has been loaded, half a million objects, out of the garbage collector's sight: a full collection that looks at
-    them stops all threads for a quarter of a second. Of what is there now, cycles are never freed; a drafter is none."""
-    gc.collect()
-    gc.freeze()
 
 
 def summary(config: ServingConfig, parts: Parts) -> str:

@@ -16,7 +16,6 @@ many sessions, several steps are launched in a row and looked at together: there
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from runtime.engine.flights import Flight, Landed, Lessons, Outcome, has_sampled
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
+from runtime.garbage import set_apart_what_is_loaded
 from runtime.sessions.session import Session
 from runtime.speculation.accept import Verdicts
 from runtime.speculation.costs import StepCosts
@@ -86,8 +86,7 @@ class FusedSteps:
         if self._is_adaptive:
             self._lessons.costs = {samples: StepCosts(self._seconds) for samples in (False, True)}
             self._pacer.costs = self._lessons.costs[False]
-        gc.collect()
-        gc.freeze()  # with thousands of sessions the collector runs all the time; what is here by now it need not look at again
+        set_apart_what_is_loaded()
 
     # --- who runs here ---
 

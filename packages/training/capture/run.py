@@ -7,7 +7,6 @@ Killed at any instant it goes on where it was: what is on disk is not made again
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -30,6 +29,7 @@ from runtime.drafters.none import NoDrafter
 from runtime.engine.local import LocalEngine
 from runtime.errors import ConfigError, ModelError
 from runtime.files import sha256_of
+from runtime.garbage import set_apart_what_is_loaded
 from runtime.models import ResolvedModel, Tokenizer, absolute, resolve
 from runtime.models.fingerprint import read_json
 from runtime.types import Switch
@@ -50,7 +50,6 @@ from training.reporting.bar import Bar
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 16  # of prompts in one forward, for each answer that is made at the same time
-NEW_OBJECTS = 100_000  # before Python looks for unreachable ones: with thousands of answers at a time it would do little else
 
 
 class Sink(Protocol):
@@ -219,13 +218,11 @@ class _Job:
         answers.skip(sink.is_known)
         self.made.found = answers.num_done
         engine.start()
-        threshold = gc.get_threshold()
-        gc.set_threshold(NEW_OBJECTS, *threshold[1:])
+        set_apart_what_is_loaded()
         try:
             with Bar(self._console, "answers") as bar:
                 self._take(answers, sink, bar)
         finally:
-            gc.set_threshold(*threshold)
             engine.stop()
 
     def _take(self, answers: Answers, sink: Sink, bar: Bar) -> None:

@@ -6,6 +6,7 @@ all of them, and what is told is a median. Nothing here prints.
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import sys
@@ -30,7 +31,11 @@ ADAPTIVE = "adaptive"  # the name of that arm
 FULL_ROUNDS = 2  # of the section never, with all depths
 LEAST_AGREED = 8  # tokens of an answer, or it is left out there
 LEAST_EACH, LEAST_REQUESTS = 3, 4  # requests of each place, and of all, there
-HOPEFUL = 0.75  # of the best depth's rate: what comes less near has no part in the rounds after those
+HOPEFUL = 0.85  # of the best depth's rate: what comes less near has no part in the rounds after those
+STEADY, MOST_TIMES = (
+    0.01,
+    4,
+)  # standard error of a ratio; a cell's rounds are up to so many times those that all have, until it has it
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,8 @@ def never_slower(
     Adaptive meets every cell once before the first round. A round visits every cell, and in each all arms one after the other, so
     that what changes the machine for a while touches one round of a cell and not all. Which depth is the best is said by the
     other rounds than the one whose ratio is taken, or luck would choose it. Depths that `_Cell.arms` calls hopeless sit out the
-    later rounds. Ctrl-C ends it behind the first round.
+    later rounds. Behind `rounds` rounds only cells go on whose ratio is not steady yet: with dozens at once Python is what takes
+    the time, and how fast that is changes from one tenth of a second to the next. Ctrl-C ends it behind the first round.
     """
     arms: dict[str, tuple[Served, Row]] = {ADAPTIVE: (adaptive, {})}
     for depth in depths:
@@ -258,12 +264,12 @@ def never_slower(
         run(cell, ADAPTIVE)
     say("adaptive has met every cell once, uncounted: what steps cost here it knows, as a server does that has served before")
     try:
-        for number in range(rounds):
-            for cell in cells:
+        for number in range(rounds * MOST_TIMES):
+            for cell in [cell for cell in cells if number < rounds or cell.error > STEADY]:
                 given = {name: run(cell, name) for name in turns(cell.arms(), number)}
                 for name, (answers, wanted) in given.items():
                     cell.note(name, answers, wanted)
-                say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: {cell.ratio:.3f} of the best depth")
+                say(f"round {number + 1}/{rounds}: {cell.domain}, {cell.concurrency} at once: {cell} of the best depth")
     except KeyboardInterrupt:
         if not all(cell.num_rounds for cell in cells):
             raise
@@ -301,31 +307,41 @@ class _Cell:
     def num_rounds(self) -> int:
         return len(self._rates[ADAPTIVE])
 
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ± {self.error:.3f}"
+
     @property
     def ratio(self) -> float:
-        mine = self._rates[ADAPTIVE]
-        return _against_best(mine, [self._rates[name] for name in self.arms() if name != ADAPTIVE])
+        return median(self._ratios())
+
+    @property
+    def error(self) -> float:
+        """The ratio's standard error, as that of the median of normal values, by how far they lie from it; 0 where one is all."""
+        ratios, middle = self._ratios(), self.ratio
+        deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
+        return 1.2533 * deviation / math.sqrt(len(ratios))
+
+    def _ratios(self) -> list[float]:
+        """By round: adaptive's rate to that of the depth that was best in all rounds but this."""
+        others = [self._rates[name] for name in self.arms() if name != ADAPTIVE]
+        ratios = []
+        for number, rate in enumerate(self._rates[ADAPTIVE]):
+            elsewhere = [k for k in range(self.num_rounds) if k != number] or [number]
+            best = max(others, key=lambda rates: median(rates[k] for k in elsewhere))
+            ratios.append(rate / best[number])
+        return ratios
 
     def row(self) -> Row:
         return {
             "domain": self.domain,
             "concurrency": self.concurrency,
             "ratio": self.ratio,
+            "error": self.error,
             "tokens_per_s": {name: median(rates) for name, rates in self._rates.items()},
             "rounds": self._rates,
             "same": {name: mean(same) for name, same in self._same.items()},
             "drafted_per_step": self._drafted.num_drafted / max(self._drafted.num_steps, 1),
         }
-
-
-def _against_best(mine: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-    """The median over rounds of my rate to that of the one of the others that was best in all rounds but this."""
-    ratios = []
-    for number, rate in enumerate(mine):
-        elsewhere = [k for k in range(len(mine)) if k != number] or [number]
-        best = max(others, key=lambda rates: median(rates[k] for k in elsewhere))
-        ratios.append(rate / best[number])
-    return median(ratios)
 
 
 def _throughput(answers: Sequence[Answer]) -> float:

@@ -121,7 +121,9 @@ def never(section: Row, plan: Row) -> str:
         *(arm if arm == "adaptive" else f"depth {arm}" for arm in arms),
         "drafts a step",
         "same text",
+        "rounds",
         "adaptive / best",
+        "±",
     ]
     rows = [
         [
@@ -130,7 +132,9 @@ def never(section: Row, plan: Row) -> str:
             *(cell["tokens_per_s"][arm] for arm in arms),
             cell["drafted_per_step"],
             min(cell["same"].values()),
+            len(cell["rounds"]["adaptive"]),
             cell["ratio"],
+            cell["error"],
         ]
         for cell in section["cells"]
     ]

@@ -184,7 +184,7 @@ def test_arms_take_turns() -> None:
 
 def test_depths_far_behind_sit_out_later_rounds_and_the_others_are_compared_round_by_round() -> None:
     cell = engine_sections._Cell("chat", 1, ["adaptive", "0", "3", "5"])
-    rates = {"adaptive": [9.0, 12.0, 10.0], "0": [5.0, 5.1], "3": [10.0, 11.0, 12.5], "5": [8.0, 10.0, 9.0]}
+    rates = {"adaptive": [9.0, 12.0, 10.0], "0": [5.0, 5.1], "3": [10.0, 11.0, 12.5], "5": [8.0, 10.7, 9.0]}
     for number in range(3):
         for arm in cell.arms():
             times = [1.0] * int(10 * rates[arm][number])
@@ -193,3 +193,20 @@ def test_depths_far_behind_sit_out_later_rounds_and_the_others_are_compared_roun
     assert cell.row()["rounds"] == rates
     assert set(cell.row()["same"].values()) == {0.5}, "one of two answers was as asked for"
     assert cell.ratio == pytest.approx(0.9), "the median of 9 / 10, 12 / 11 and 10 / 12.5, the depth of 3 being the best"
+
+
+def test_a_cell_goes_on_until_its_ratio_is_steady() -> None:
+    def cell(rates: list[float]) -> engine_sections._Cell:
+        made = engine_sections._Cell("chat", 1, ["adaptive", "0", "5"])
+        for rate in rates:
+            for name, tokens in (("adaptive", rate), ("0", 50.0), ("5", 100.0)):
+                times = [index / tokens for index in range(1, 91)]
+                made.note(name, [Answer(0.0, [7] * 90, times), Answer(0.5, [7] * 90)], [[7] * 90] * 2)
+        return made
+
+    steady, unsteady = cell([96.0, 98.0, 97.0, 98.0, 96.0]), cell([70.0, 98.0, 120.0, 110.0, 80.0])
+    assert steady.arms() == ["adaptive", "5"], "half of the best depth's rate is hopeless"
+    assert steady.ratio == pytest.approx(0.97, abs=0.02)
+    assert steady.error < engine_sections.STEADY
+    assert unsteady.error > engine_sections.STEADY
+    assert cell([96.0]).error == 0, "of one round nothing is known"

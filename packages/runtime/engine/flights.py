@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from runtime.speculation.shape import Group
 
 UNLEARNED, MOST_UNLEARNED = 8, 32  # landings that nothing was learned from yet: after so many the host learns when it has time,
 # or has to
+HARDLY = 0.05  # waited: so much of the device's time
 ENOUGH_CHAINS = 512  # of the last ones: more than averages remember of most batches
 
 
@@ -56,8 +58,8 @@ class Landed:
     @property
     def host_s(self) -> float:
         """What the device must take for this before it is what takes the time: as long as the host was at work. Where the device
-        had prompts to read in between, its own time less what the host waited, which is no more than that."""
-        if self.flight.is_alone or self.device_s is None:
+        had prompts to read in between and the host waited, the device's own time less that wait."""
+        if self.flight.is_alone or self.device_s is None or self.waited_s < HARDLY * self.device_s:
             return self.seconds - self.waited_s
         return max(self.device_s - self.waited_s, 0.0)
 
@@ -79,6 +81,7 @@ class Lessons:
         self.costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without; none: depths are fixed
         self._pacer = pacer
         self._landed: list[Landed] = []  # that nothing was learned from yet
+        self._seconds = 0.0  # that the last ones took
 
     def note(self, landed: Sequence[Landed]) -> None:
         self._landed += landed if self.costs else ()
@@ -86,10 +89,9 @@ class Lessons:
     def forget(self) -> None:
         self._landed.clear()
 
-    @property
-    def is_due(self) -> bool:
-        """Where the host has time."""
-        return self._pacer.is_due or len(self._landed) >= UNLEARNED
+    def fit_into(self, seconds: float) -> bool:
+        """Whether there are some, and the host waits so long that they cost nothing."""
+        return seconds >= self._seconds and (self._pacer.is_due or len(self._landed) >= UNLEARNED)
 
     @property
     def is_overdue(self) -> bool:
@@ -97,13 +99,14 @@ class Lessons:
 
     def learn(self, drafter: Drafter | None) -> None:
         """From all that landed since the last time; of drafts only from those of the drafter that is loaded."""
+        began, num_chains = time.perf_counter(), 0
         for landed in self._landed:
             self._learn_costs(landed)
-        num_chains = 0
         while self._landed and num_chains < ENOUGH_CHAINS:
             num_chains += self._learn_chains(self._landed.pop(), drafter)
         self._landed.clear()
         self._pacer.refresh()
+        self._seconds = time.perf_counter() - began
 
     def _learn_costs(self, landed: Landed) -> None:
         flight = landed.flight

@@ -69,6 +69,7 @@ class FusedSteps:
         self._can_draft = False  # whether it took them
         self._steps: deque[list[Flight]] = deque()  # under way: of each those that draft and those that do not
         self._landed_at = 0.0
+        self._waited_s = 0.0  # for the last one that landed
         self._elsewhere_s = 0.0  # that the host spent on the general way since then
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
         self._lessons = Lessons(self._pacer)
@@ -161,7 +162,7 @@ class FusedSteps:
         live = [work for work in works if not work.is_settling]
         if self._steps:
             self._take_off_ahead(live)
-            if self._lessons.is_overdue or (self._lessons.is_due and not self._decoder.has_landed()):
+            if self._lessons.is_overdue or (self._lessons.fit_into(self._waited_s) and not self._decoder.has_landed()):
                 self._lessons.learn(self._loaded)
         landed = [self._land(flight, works) for flight in (self._steps.popleft() if self._steps else ())]
         if not self._steps:
@@ -295,6 +296,7 @@ class FusedSteps:
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
         emitted = self._decoder.collect([work is not None for work in mine])
+        self._waited_s = emitted.waited_s
         began, self._landed_at = max(flight.began, self._landed_at), time.perf_counter()
         seconds, self._elsewhere_s = max(self._landed_at - began - self._elsewhere_s, emitted.waited_s), 0.0
         landed: list[tuple[Work, Work, Verdicts]] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 
 RECENT = 16  # observations that a median is taken of
 TRUSTED = 3  # observations that make one
@@ -113,8 +113,9 @@ class Costs:
 class StepCosts(Costs):
     """Of whole steps on a device. A forward is a plain step; all that drafting adds to it, rows to verify too, the proposal.
 
-    A step takes what the device takes, or what the host takes for it meanwhile, if that is more. The table has every size and
-    depth of step on the device, measured alike; real ones take longer, most of all for the context that is read.
+    A step takes what the device takes, or what the host takes for it meanwhile, if that is more, which differs from step to step:
+    beside a prompt the device has so much to do that the host is seldom late. The table has every size and depth of step on the
+    device, measured alike; real ones take longer, most of all for the context that is read.
     """
 
     learns_from_plain = False
@@ -154,7 +155,7 @@ class StepCosts(Costs):
         num = self._size(num_sessions)
         stretch, host = self._stretches.get(num), self._host.get(bucket(num_sessions))
         device_s = self._measured(num, depth) * (1.0 if stretch is None else max(stretch.at(depth), LEAST_SHARE))
-        return max(device_s, host.quick if host is not None and host.is_trusted else 0.0)
+        return device_s if host is None or not host.is_trusted else host.at_least(device_s)
 
     def _size(self, num_sessions: int) -> int:
         return self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
@@ -214,6 +215,7 @@ class _Recent:
         self._values: deque[float] = deque(maxlen=RECENT)
         self._median: float | None = None
         self._quick: float | None = None
+        self._low: list[float] | None = None  # the smaller ones
 
     @property
     def is_trusted(self) -> bool:
@@ -232,6 +234,12 @@ class _Recent:
             self._quick = sorted(self._values)[len(self._values) // 4]
         return self._quick
 
+    def at_least(self, value: float) -> float:
+        """What they are on average, none of them counted as less than this. The largest quarter is left out, as disturbed."""
+        if self._low is None:
+            self._low = sorted(self._values)[: -(-len(self._values) * 3 // 4)]
+        return fmean([max(one, value) for one in self._low])
+
     def add(self, value: float) -> None:
         self._values.append(value)
-        self._median = self._quick = None
+        self._median = self._quick = self._low = None

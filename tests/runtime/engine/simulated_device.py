@@ -86,7 +86,7 @@ class SlowDecoder:
     num_sampled: int = 0  # sequences that came here to be sampled
     loaded: list[Eagle3Model] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)  # under way
-    is_quick: bool = True  # the host finds each step over already
+    waited_s: float = 0.0  # for each step, it says; 0: the host finds it over already
     num_ahead: int = 0  # launched while another was under way
 
     def load_drafter(self, model: Eagle3Model) -> bool:
@@ -165,7 +165,7 @@ class SlowDecoder:
         return verify(output.logits, Draft(guesses), processor, uniforms).token_ids
 
     def has_landed(self) -> bool:
-        return self.is_quick
+        return not self.waited_s
 
     def collect(self, still_wanted: Sequence[bool]) -> Emitted:
         step = self.steps.pop(0)
@@ -183,7 +183,7 @@ class SlowDecoder:
             history += tokens
             if one := self.sampled.get(cache):
                 self.sampled[cache] = replace(one, place=one.place + len(tokens))
-        return Emitted(step.tokens, step.sizes if step.depth and len(step.sizes[0]) > 1 else None)
+        return Emitted(step.tokens, step.sizes if step.depth and len(step.sizes[0]) > 1 else None, self.waited_s)
 
 
 def make_fusing(target: Target) -> list[SlowDecoder]:

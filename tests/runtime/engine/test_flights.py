@@ -23,3 +23,8 @@ def test_of_a_step_beside_prompts_only_its_own_time_on_the_device_counts() -> No
     assert landed(2.0, 0.5, 1.1, is_alone=False).host_s == pytest.approx(0.6)
     assert landed(2.0, 1.5, 1.1, is_alone=False).host_s == 0.0
     assert landed(2.0, 0.5, None, is_alone=False).host_s == 1.5, "nobody knows"
+
+
+def test_where_the_host_hardly_waited_beside_prompts_it_is_what_takes_the_time() -> None:
+    """How long the device stood still is not known; that it did is."""
+    assert landed(2.0, 0.01, 1.1, is_alone=False).host_s == pytest.approx(1.99)

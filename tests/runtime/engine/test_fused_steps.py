@@ -177,15 +177,15 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
     assert acceptance._levels or fused._pacer._fates, "what became of the chains too"
 
 
-@pytest.mark.parametrize(("is_quick", "most"), [(False, UNLEARNED), (True, MOST_UNLEARNED)])
-def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_none(
-    is_quick: bool, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("waited_s", "most"), [(10.0, UNLEARNED), (1e-9, MOST_UNLEARNED), (0.0, MOST_UNLEARNED)])
+def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_too_little(
+    waited_s: float, most: int, target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     numbers = []
     learn = Lessons.learn
     monkeypatch.setattr(Lessons, "learn", lambda self, drafter: numbers.append(len(self._landed)) or learn(self, drafter))
     [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
-    decoder.is_quick = is_quick
+    decoder.waited_s = waited_s
     Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
     engine.stop()
     assert max(numbers) == most

@@ -96,3 +96,22 @@ def test_a_change_is_noticed():
     device.chances = POOR
     device.run([8] * 200)
     assert device.run([8] * 300) > 0.97
+
+
+def test_where_the_host_is_late_in_some_steps_only_depth_costs_in_the_others() -> None:
+    """Every other step is one beside a prompt, where the device has more to do than the host."""
+    costs = StepCosts({(num, depth): (1 + 0.1 * depth) / 1000 for num in (1, 8) for depth in range(6)})
+
+    def step_ms(depth: int) -> float:
+        return 1000 * (costs.forward(8, 8, 100) + costs.proposal("v", 1, 8, depth, 100))
+
+    for late_s in (0.0, 0.002) * 8:
+        costs.record_host(8, late_s)
+    shallow, deep = step_ms(1), step_ms(5)
+    assert 1.1 < shallow < 2.0, "between what the device takes and what the host does"
+    assert 0.0 < deep - shallow < 0.4, "some of the four levels, not all"
+    for _ in range(16):
+        costs.record_host(8, 0.002)
+    assert step_ms(1) == step_ms(5) == pytest.approx(2.0)
+    costs.record_host(8, 0.5)
+    assert step_ms(1) == pytest.approx(2.0), "what disturbs a single step says nothing"

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from statistics import fmean, median
 
 RECENT = 16  # observations that a median is taken of
+HOST_RECENT = 64  # of what the host did, which is of two kinds, beside prompts and not
 TRUSTED = 3  # observations that make one
 LEAST_SHARE = 0.1  # of what a step was measured to take, whatever real ones seem to take
 TELLING_STEPS = 8  # of one depth after those of another
@@ -34,6 +35,10 @@ class Costs:
         self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its bucket
         self._levels: dict[tuple[str, int, int], dict[int, _Recent]] = {}  # (version, width, sessions), levels drafted
         self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
+
+    def size(self, num_sessions: int) -> int:
+        """The same for numbers of sessions whose steps cost the same."""
+        return num_sessions
 
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
         """Of a step's forward and all that comes with it but drafting."""
@@ -128,6 +133,9 @@ class StepCosts(Costs):
         self._host: dict[int, _Recent] = {}  # by sessions in their bucket: seconds that the host was at work for a step
         self._steps: dict[tuple[int, int], float] = {}  # by number of sessions and depth, until something new is known
 
+    def size(self, num_sessions: int) -> int:
+        return self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
+
     def forward(self, num_sessions: int, num_rows: float, context: int) -> float:
         return self._step(num_sessions, 0)
 
@@ -137,12 +145,12 @@ class StepCosts(Costs):
     def record_host(self, num_sessions: int, seconds: float) -> None:
         """What the host did for a step of so many sessions, while the device was at work or not."""
         self._steps.clear()
-        self._host.setdefault(bucket(num_sessions), _Recent()).add(seconds)
+        self._host.setdefault(self.size(num_sessions), _Recent(HOST_RECENT)).add(seconds)
 
     def record_device(self, num_sessions: int, depth: int, seconds: float) -> None:
         """What the device took for a step of so many sessions, all of which drafted so deep."""
         self._steps.clear()
-        num = self._size(num_sessions)
+        num = self.size(num_sessions)
         self._stretches.setdefault(num, _Stretch()).add(depth, seconds / self._measured(num, depth))
 
     def _step(self, num_sessions: int, depth: int) -> float:
@@ -152,13 +160,10 @@ class StepCosts(Costs):
         return seconds
 
     def _seconds_of(self, num_sessions: int, depth: int) -> float:
-        num = self._size(num_sessions)
-        stretch, host = self._stretches.get(num), self._host.get(bucket(num_sessions))
+        num = self.size(num_sessions)
+        stretch, host = self._stretches.get(num), self._host.get(num)
         device_s = self._measured(num, depth) * (1.0 if stretch is None else max(stretch.at(depth), LEAST_SHARE))
         return device_s if host is None or not host.is_trusted else host.at_least(device_s)
-
-    def _size(self, num_sessions: int) -> int:
-        return self._rows[min(bisect_left(self._rows, num_sessions), len(self._rows) - 1)]
 
     def _measured(self, num: int, depth: int) -> float:
         return self._table.get((num, depth), self._table[num, 0])
@@ -211,8 +216,8 @@ def context_bucket(num_tokens: int) -> int:
 class _Recent:
     """The last few observations."""
 
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=RECENT)
+    def __init__(self, num: int = RECENT) -> None:
+        self._values: deque[float] = deque(maxlen=num)
         self._median: float | None = None
         self._quick: float | None = None
         self._low: list[float] | None = None  # the smaller ones
@@ -237,7 +242,7 @@ class _Recent:
     def at_least(self, value: float) -> float:
         """What they are on average, none of them counted as less than this. The largest quarter is left out, as disturbed."""
         if self._low is None:
-            self._low = sorted(self._values)[: -(-len(self._values) * 3 // 4)]
+            self._low = sorted(self._values)[: -(-len(self._values) * 3 // 4)][:: -(-len(self._values) // RECENT)]
         return fmean([max(one, value) for one in self._low])
 
     def add(self, value: float) -> None:

@@ -118,8 +118,9 @@ class Pacer:
             self._held[num_sessions, *asks] = _Held(self.costs, chosen)
 
     def _choice_for(self, limits: Limits, num_sessions: int, context: int) -> _Choice:
-        groups = tuple((group, max(of_one), of_one.total()) for group, of_one in limits.items())
-        signature = (id(self.costs), num_sessions, groups)
+        size = self._costs.size
+        groups = tuple((group, max(of_one), size(of_one.total())) for group, of_one in limits.items())
+        signature = (id(self.costs), size(num_sessions), groups)
         choice = self._choices.get(signature)
         is_old = choice is not None and self._num_steps - choice.made_at >= choice.num_steps
         if choice is None or (is_old and not self._whole_steps):

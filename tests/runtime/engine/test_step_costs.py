@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from runtime.config import SpeculationConfig, TreeShape
-from runtime.speculation.costs import StepCosts
+from runtime.speculation.costs import HOST_RECENT, StepCosts
 from runtime.speculation.depth import Pacer
 from runtime.speculation.shape import GREEDY, Ask
 
@@ -110,7 +110,7 @@ def test_where_the_host_is_late_in_some_steps_only_depth_costs_in_the_others() -
     shallow, deep = step_ms(1), step_ms(5)
     assert 1.1 < shallow < 2.0, "between what the device takes and what the host does"
     assert 0.0 < deep - shallow < 0.4, "some of the four levels, not all"
-    for _ in range(16):
+    for _ in range(HOST_RECENT):
         costs.record_host(8, 0.002)
     assert step_ms(1) == step_ms(5) == pytest.approx(2.0)
     costs.record_host(8, 0.5)

@@ -553,3 +553,14 @@ def test_looks_at_other_shapes_come_as_often_where_steps_are_held() -> None:
     usual = max(set(depths), key=depths.count)
     num_looks = sum(depth != usual and before == usual for before, depth in pairwise(depths[OTHER_EVERY:]))
     assert 17 <= num_looks <= 32, "beside looks, what was not seen for long is tried anew"
+
+
+def test_one_choice_holds_for_all_numbers_of_sessions_whose_whole_steps_cost_the_same(monkeypatch: pytest.MonkeyPatch):
+    costs = StepCosts({(num, depth): (1 + 0.1 * depth) / 1000 for num in (8, 16) for depth in range(4)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
+    chosen_for: list[int] = []
+    choose = Pacer._choose
+    monkeypatch.setattr(Pacer, "_choose", lambda self, *args: chosen_for.append(args[2]) or choose(self, *args))
+    for num in (16, 13, 15, 9, 8, 16, 5):
+        pacer.choose([Ask("v", 3)] * num, num, 100)
+    assert chosen_for == [16, 8]

@@ -37,7 +37,7 @@ class Attention(Protocol):
 
 
 class RaggedBatch:
-    """One forward: its attention, and the states that the hooks take out on the way through the layers."""
+    """One forward: its attention, and the states that are taken out on the way through the layers."""
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention

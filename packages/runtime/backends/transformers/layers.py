@@ -8,7 +8,8 @@ arithmetic is the same but for the order of some sums.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,23 @@ from runtime.backends.transformers.probe import decoder_layers
 from runtime.norms import rms_norm
 
 TOLERANCE = 1e-4  # of the trial, relative to the largest number
+TRIAL_POSITIONS = [0, 1, 40]
+
+
+Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [1, T, D] of a forward's positions
+Compute = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Parts(NamedTuple):
+    """What a layer computes with: looking that up in modules takes as long as some of the steps."""
+
+    qkv: Compute
+    out: Compute
+    gate_up: Compute
+    down: Compute
+    input_gain: torch.Tensor
+    mlp_gain: torch.Tensor
+    head_norms: tuple[Compute, Compute] | None  # of queries and keys
 
 
 class FusedLayer(nn.Module):
@@ -47,26 +65,35 @@ class FusedLayer(nn.Module):
         self.out = old.o_proj
         self.gate_up = _fused([mlp.gate_proj, mlp.up_proj])
         self.down = mlp.down_proj
+        self.width: int = mlp.down_proj.in_features
 
-    def forward(
-        self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
-    ) -> torch.Tensor:
+    def parts(self) -> Parts:
+        """What it computes with as it is now: packing replaces its linear layers."""
+        head_norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            head_norms = self.q_norm.forward, self.k_norm.forward
+        linears = self.qkv.forward, self.out.forward, self.gate_up.forward, self.down.forward
+        return Parts(*linears, self.input_norm.detach(), self.mlp_norm.detach(), head_norms)
+
+    def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Turns, **kwargs: Any) -> torch.Tensor:
+        """[1, T, H] -> [1, T, H], as transformers calls it."""
+        return self.run(self.parts(), hidden_states, kwargs[BATCH], position_embeddings)
+
+    def run(self, parts: Parts, hidden_states: torch.Tensor, batch: RaggedBatch, turns: Turns) -> torch.Tensor:
         """[1, T, H] -> [1, T, H]"""
-        batch: RaggedBatch = kwargs[BATCH]
         num_turned = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(rms_norm(hidden_states, self.input_norm, self.eps))
+        qkv = parts.qkv(rms_norm(hidden_states, parts.input_gain, self.eps))
         heads = qkv.view(-1, num_turned + self.num_kv_heads, self.head_dim).transpose(0, 1)  # [heads + 2 kv_heads, T, D]
         turned = heads[:num_turned]
-        if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat([self.q_norm(turned[: self.num_heads]), self.k_norm(turned[self.num_heads :])])
-        turned = batch.rotate(turned, *position_embeddings)
+        if parts.head_norms is not None:
+            of_q, of_k = parts.head_norms
+            turned = torch.cat([of_q(turned[: self.num_heads]), of_k(turned[self.num_heads :])])
+        turned = batch.rotate(turned, *turns)
         q, k, v = turned[: self.num_heads], turned[self.num_heads :], heads[num_turned:]
         seen = batch.attention(self.layer_idx, q, k, v, self.scale, self.window, None)  # [1, T, heads, D]
-        h: torch.Tensor = self.out(seen.flatten(2)).add_(hidden_states)
-        both = self.gate_up(rms_norm(h, self.mlp_norm, self.eps))
-        width = self.down.in_features
-        out: torch.Tensor = self.down(F.silu(both[..., :width]).mul_(both[..., width:])).add_(h)
-        return out
+        h = parts.out(seen.flatten(2)).add_(hidden_states)
+        both = parts.gate_up(rms_norm(h, parts.mlp_gain, self.eps))
+        return parts.down(F.silu(both[..., : self.width]).mul_(both[..., self.width :])).add_(h)
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
@@ -100,9 +127,9 @@ def _fused(linears: list[Any]) -> nn.Linear:
 def _agree(old: nn.Module, new: FusedLayer, rotary: nn.Module, hidden_size: int) -> bool:
     """Whether both say the same of three tokens, and ask the same of their attention."""
     h = torch.randn(1, 3, hidden_size, generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([[0, 1, 40]])
+    positions = torch.tensor([TRIAL_POSITIONS])
     turns = rotary(h, positions)
-    trials = _Trial(), _Trial()
+    trials = TrialAttention(), TrialAttention()
     said = [
         layer(h, position_embeddings=turns, position_ids=positions, use_cache=False, **{BATCH: RaggedBatch(trial)})
         for layer, trial in zip((old, new), trials, strict=True)
@@ -112,7 +139,7 @@ def _agree(old: nn.Module, new: FusedLayer, rotary: nn.Module, hidden_size: int)
     return trials[0].asked == trials[1].asked and float((said[0] - said[1]).abs().max()) <= TOLERANCE * largest
 
 
-class _Trial:
+class TrialAttention:
     """An attention over the new tokens alone that remembers what it was asked."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from runtime.backends.base import Target, TargetInfo
 from runtime.backends.transformers.contiguous import ContiguousAttention
 from runtime.backends.transformers.invariant import InvariantAttention, check_device, check_invariance, make_invariant
 from runtime.backends.transformers.layers import fuse_layers
+from runtime.backends.transformers.network import network_of
 from runtime.backends.transformers.pool import KVPool
 from runtime.backends.transformers.probe import embedding_and_head, probe_model
 from runtime.backends.transformers.target import TransformersTarget
@@ -93,7 +94,7 @@ def build(
         if fused := load_fused(model, info, shape, kv_pool_mib):
             return fused
     pool = KVPool(shape, InvariantAttention if is_invariant else ContiguousAttention)
-    target = TransformersTarget(model, info, pool, embedding, lm_head)
+    target = TransformersTarget(network_of(model, info.aux_layer_ids), info, pool, embedding, lm_head)
     if is_invariant:
         check_invariance(target)
     return target

@@ -22,8 +22,8 @@ from runtime.backends.transformers import attention
 from runtime.backends.transformers.attention import BATCH, RaggedBatch
 from runtime.backends.transformers.cuda.network import Geometry, Layer, Network, read_network
 from runtime.backends.transformers.loading import choose_dtype, read_weights
+from runtime.backends.transformers.network import take_aux, take_last
 from runtime.backends.transformers.probe import decoder_layers, probe_model
-from runtime.backends.transformers.target import take_aux, take_last
 from runtime.config import Dtype
 from runtime.hidden_states import HiddenStates, default_aux_layer_ids
 from runtime.models import ResolvedModel

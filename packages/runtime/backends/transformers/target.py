@@ -1,46 +1,33 @@
 """`TransformersTarget`: a Hugging Face decoder with our own K/V, many sessions in one forward.
 
-The segments of a forward lie along one row [1, T] with explicit positions; our attention function keeps them apart. Hooks on
-three decoder layers and on the base model take the hidden states out of the same forward. Where the K/V lives and how a
+The segments of a forward lie along one row [1, T] with explicit positions; our attention function keeps them apart. How it runs
+through the model, and takes the hidden states out on the way, is the network's (`network`); where the K/V lives and how a
 forward attends to it is the pool's (`pool`); loading and refusing models is done elsewhere (`loading`, `probe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from runtime.backends.base import FULL, Segment, SegmentOutput, TargetInfo
 from runtime.backends.segments import check_batch, depths
-from runtime.backends.transformers import attention
-from runtime.backends.transformers.attention import BATCH, RaggedBatch
+from runtime.backends.transformers.attention import RaggedBatch
+from runtime.backends.transformers.network import Network
 from runtime.backends.transformers.pool import KVPool
-from runtime.backends.transformers.probe import decoder_layers
 from runtime.types import CachePolicy
 
 
 class TransformersTarget:
     """Implements `runtime.backends.base.Target`. One thread at a time; several targets may run side by side.
 
-    Takes a model that passed `probe_model` for its own: hooks it and gives it our attention.
+    network: of a model that passed `probe_model`, which is the target's own.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, info: TargetInfo, pool: KVPool, embedding: torch.Tensor, lm_head: torch.Tensor
-    ) -> None:
-        self._model, self._info, self._pool = model, info, pool
+    def __init__(self, network: Network, info: TargetInfo, pool: KVPool, embedding: torch.Tensor, lm_head: torch.Tensor) -> None:
+        self._network, self._info, self._pool = network, info, pool
         self._embedding, self._lm_head = embedding, lm_head
-        self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
-        layers = decoder_layers(model)
-        for layer_id in info.aux_layer_ids:
-            layers[layer_id].register_forward_hook(take_aux(layer_id), with_kwargs=True)
-        self._decoder.register_forward_hook(take_last, with_kwargs=True)
 
     @property
     def info(self) -> TargetInfo:
@@ -99,8 +86,7 @@ class TransformersTarget:
         return self._pool.bytes_for(num_tokens, policy) if num_tokens else self._pool.num_bytes()
 
     def _run(self, batch: RaggedBatch, segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Run the model; returns logits [sum of num_logits, V] float32, or None if no row asks for any."""
-        device = self._pool.shape.device
+        """Logits [sum of num_logits, V] float32, or None if no row asks for any."""
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -109,19 +95,7 @@ class TransformersTarget:
             token_ids.extend(segment.token_ids)
             positions.extend(length + depth for depth in depths(segment.parents, len(segment.token_ids)))
             rows.extend(range(len(token_ids) - segment.num_logits, len(token_ids)))
-        inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([token_ids], device=device),  # [1, T]
-            "position_ids": torch.tensor([positions], device=device),  # [1, T]
-            "use_cache": False,
-            BATCH: batch,
-        }
-        if not rows:
-            self._decoder(**inputs)
-            return None
-        # The whole model, not the head alone: some scale or cap their logits.
-        out = self._model(**inputs, logits_to_keep=torch.tensor(rows, device=device))
-        logits: torch.Tensor = out.logits[0].float()
-        return logits
+        return self._network(token_ids, positions, rows, batch)
 
     def _split(self, batch: RaggedBatch, logits: torch.Tensor | None, segments: Sequence[Segment]) -> list[SegmentOutput]:
         hidden = batch.hidden(self._info.aux_layer_ids)
@@ -134,18 +108,3 @@ class TransformersTarget:
             outputs.append(SegmentOutput(rows, hidden[start:end]))
             start = end
         return outputs
-
-
-def take_aux(layer_id: int) -> Any:
-    """A hook on a decoder layer: its output goes into the forward's RaggedBatch."""
-
-    def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output  # [1, T, Ht]
-        kwargs[BATCH].aux[layer_id] = states[0]
-
-    return hook
-
-
-def take_last(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """A hook on the base model, likewise."""
-    kwargs[BATCH].last = output.last_hidden_state[0]

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from runtime.backends import load_target
 from runtime.backends.base import Segment
+from runtime.backends.transformers import contiguous
+from runtime.backends.transformers.contiguous import attend
 from runtime.backends.transformers.loading import build
 from runtime.config import BackendConfig, ModelConfig
 from runtime.models import resolve
@@ -85,23 +87,28 @@ def test_a_tree_deeper_than_the_window(random_model: Any, num_cached: int) -> No
     torch.testing.assert_close(output.logits[::2], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_forward_that_breaks_changes_nothing(random_model: Any) -> None:
+def test_a_forward_that_breaks_changes_nothing(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("llama")
-    served = copy.deepcopy(model.plain)
-    target, plain_logits = build(served, name="random", fingerprint="0", eos_token_ids=(2,)), model.logits
+    target, plain_logits = model.target(), model.logits
     cache, other = target.new_cache(), target.new_cache()
     target.forward([Segment(cache, TEXT[:20]), Segment(other, TEXT[:1])])
     target.commit(cache, range(20))
     target.commit(other, [0])
 
-    def breaks(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+    num_calls = 0
+
+    def breaks(*args: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 11:  # in the layer 5, for the second of two sessions
+            raise RuntimeError("out of memory")
+        return attend(*args)
 
     target.forward([Segment(cache, TEXT[20:22])])  # tentative, and not of the forward that breaks
-    hook = served.model.layers[5].register_forward_pre_hook(breaks)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        target.forward([Segment(other, TEXT[1:3]), Segment(cache, [1] * 200)])  # layers 0 to 4 wrote their tentative rows
-    hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(contiguous, "attend", breaks)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            target.forward([Segment(other, TEXT[1:3]), Segment(cache, [1] * 200)])  # layers 0 to 4 wrote their tentative rows
     assert (target.length(cache), target.length(other)) == (20, 1)
     with pytest.raises(ValueError, match="left 0 tentative rows"):
         target.commit(cache, [0])

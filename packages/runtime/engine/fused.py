@@ -232,7 +232,7 @@ class FusedSteps:
 
     def _parts(self, works: Sequence[Work]) -> list[tuple[list[Work], int]]:
         """Those that draft, and how deep, and those that do not. The pacer says it; here all drafts are chains, and those that
-        draft share the greatest depth."""
+        draft share the greatest depth, but for those whose requests allow less, who share the least that one of them does."""
         if not self._decoder.max_depth or not works:
             return [(list(works), 0)] if works else []
         drafting: list[Work] = []
@@ -249,11 +249,12 @@ class FusedSteps:
             shapes = self._pacer.choose(asks, len(works), _context(works))
         limit = self._decoder.depth_of(sum(shape.depth > 0 for shape in shapes))
         depth = min(max((shape.depth for shape in shapes), default=0), limit, max(work.request.num_remaining for work in works))
-        shared = Shape(depth)
+        less = min((work.ask.limit for work in drafting if work.ask is not None and 0 < work.ask.limit < depth), default=depth)
         for work, shape in zip(drafting, shapes, strict=True):
-            work.shape = shared if shape.depth else PLAIN
-        parts = [([work for work in works if work.shape.depth], depth), ([work for work in works if not work.shape.depth], 0)]
-        return [(part, part_depth) for part, part_depth in parts if part]
+            assert work.ask is not None
+            work.shape = Shape(depth if work.ask.limit >= depth else less) if shape.depth else PLAIN
+        parts = [([work for work in works if work.shape.depth == part_depth], part_depth) for part_depth in {depth, less, 0}]
+        return [(part, part_depth) for part, part_depth in sorted(parts, key=lambda part: -part[1]) if part]
 
     def _launch(self, works: list[Work], depth: int, num_ahead: Mapping[int, int], began: float) -> Flight:
         """began: from when on this one takes its time, if none before it does."""

@@ -215,7 +215,7 @@ class Stepper:
                 self._finish(work.request)
                 continue
             failure = EngineUnavailable(f"The target's forward failed: {error}. The session keeps what was committed.")
-            failure.__cause__ = error
+            failure.__cause__ = error.with_traceback(None)  # whose frames have the request
             work.request.fail(failure)
             if self._fused is not None:
                 self._fused.leave(work.request.session)
@@ -274,7 +274,7 @@ class Stepper:
         log.error("What a step gave session %s could not be kept; its generation ends.", request.session.id, exc_info=error)
         self.holdings.release(request.session)
         failure = EngineUnavailable(f"The step's result could not be kept: {error}. The session keeps its tokens; try again.")
-        failure.__cause__ = error
+        failure.__cause__ = error.with_traceback(None)
         request.fail(failure)
 
     # --- both, on the device ---

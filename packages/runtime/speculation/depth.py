@@ -60,7 +60,7 @@ class Pacer:
         self._habits: dict[Group, Habit] = {}
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
         self._choice = _Choice({}, 0.0, 0, 0)  # the last one
-        self._due: tuple[Costs, Hashable, Limits, int, int] | None = None  # what `refresh` is to choose for
+        self._due: dict[Hashable, tuple[Costs, Limits, int, int]] = {}  # what `refresh` is to choose for, by signature
         self._held: dict[Hashable, _Held] = {}  # what was said, by the sessions it was said of
         self._num_held = 0  # steps for which nothing was asked, since `choose` was
         self._fates: dict[tuple[Group, int], list[int]] = {}  # by depth: levels accepted of chains since the last choice
@@ -93,7 +93,7 @@ class Pacer:
             return [PLAIN] * len(asks)
         shapes = {group: self._next(group, shape, num_steps) for group, shape in self._choice.shapes.items()}
         if any(self._is_trying(group) for group in shapes):
-            return [self._share(shapes, ask, index).cut(ask.limit) for index, ask in enumerate(asks)]
+            return self._shared(shapes, asks)
         by_ask = {ask: shapes.get((ask.version, ask.kind), PLAIN).cut(ask.limit) for ask in numbers}
         chosen = [by_ask[ask] for ask in asks]
         if self._whole_steps:
@@ -126,7 +126,7 @@ class Pacer:
         if choice is None or (is_old and not self._whole_steps):
             return self._choose(signature, limits, num_sessions, context)
         if is_old:
-            self._due = (self._costs, signature, limits, num_sessions, context)
+            self._due[signature] = (self._costs, limits, num_sessions, context)
         return choice
 
     def _choose(self, signature: Hashable, limits: Limits, num_sessions: int, context: int) -> _Choice:
@@ -143,12 +143,12 @@ class Pacer:
     @property
     def is_due(self) -> bool:
         """Whether `refresh` has something to do."""
-        return self._due is not None
+        return bool(self._due)
 
     def refresh(self) -> None:
-        """Make the last choice anew, if it was old and costs are still the same."""
-        if self._due is not None:
-            (costs, signature, limits, num_sessions, context), self._due = self._due, None
+        """Make the choices anew that were old, if costs are still the same."""
+        due, self._due = self._due, {}
+        for signature, (costs, limits, num_sessions, context) in due.items():
             before = self._choices.get(signature)
             if costs is self.costs and (
                 before is None or self._choose(signature, limits, num_sessions, context).shapes != before.shapes
@@ -166,12 +166,16 @@ class Pacer:
         self._num_drafting = 0
         return True
 
-    def _share(self, shapes: Mapping[Group, Shape], ask: Ask, index: int) -> Shape:
-        """The group's shape; but where none are worth it, some of its sessions try for all."""
-        group = (ask.version, ask.kind)
-        if group not in shapes or (self._is_trying(group) and index % PROBE_SHARE):
-            return PLAIN
-        return shapes[group]
+    def _shared(self, shapes: Mapping[Group, Shape], asks: Sequence[Ask]) -> list[Shape]:
+        """Each group's shape; but where none are worth it, some of its sessions try for all."""
+        places: Counter[Group] = Counter()  # of those that can draft, within their group
+        shared: list[Shape] = []
+        for ask in asks:
+            group = (ask.version, ask.kind)
+            is_left_out = self._is_trying(group) and places[group] % PROBE_SHARE > 0 if group in shapes else True
+            shared.append(PLAIN if is_left_out else shapes[group].cut(ask.limit))
+            places[group] += ask.limit > 0
+        return shared
 
     def _is_trying(self, group: Group) -> bool:
         """Whether a probe is under way of what is not worth it as far as is known."""
@@ -351,7 +355,7 @@ class Pacer:
         self._choices.clear()
         self._fates.clear()
         self._held.clear()
-        self._due = None
+        self._due.clear()
 
     # --- what is known ---
 

@@ -87,7 +87,9 @@ def router(model: ServedModel, generations: Generations, timeout_s: float | None
         try:
             return await answer(body, request, prompts, lambda: ChatShape(tokens, body.call_parser()))
         except InvalidRequest as error:
-            raise await model.blame(body, error) from error
+            if (blamed := await model.blame(body, error)) is error:
+                raise  # not from itself: that would hold the whole request until the collector comes
+            raise blamed from error
 
     @routes.post("/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:

@@ -123,7 +123,7 @@ class SlowDecoder:
         depth: int,
         num_steps: int = 1,
     ) -> bool:
-        assert len(self.steps) < 4
+        assert len(self.steps) < 6
         self.num_ahead += bool(self.steps)
         assert len(caches) <= self.max_sequences
         self.depths.append(depth)

@@ -559,3 +559,19 @@ def test_where_nobody_waits_first_tokens_are_picked_here_too_and_no_states_kept(
     assert answers[0] == answers[1]
     lengths = [len(prompt) for prompt in prompts]
     assert sorted(decoders[0].began) == sorted([*lengths, lengths[3] + len(answers[0][3]) + 3])
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.FIXED, SpeculationMode.ADAPTIVE])
+@pytest.mark.parametrize("limits", [(1, None), (2, None, 1, 0)], ids=str)
+def test_nobody_drafts_deeper_than_asked_beside_those_who_do(
+    mode: SpeculationMode, limits: tuple[int | None, ...], target: Target, tokenizer: Tokenizer, oracle: Target
+):
+    [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(mode=mode, max_draft_tokens=5))
+    fused, prompts = Fused(engine, decoder), [prompt_of(number, 20) for number in range(len(limits))]
+    params = [replace(GREEDY, max_tokens=40, max_draft_tokens=limit) for limit in limits]
+    for prompt, limit, listener in zip(prompts, limits, list(map(fused.begin, prompts, params)), strict=True):
+        drafted = listener.wait().speculation.drafted_per_position
+        assert listener.token_ids == greedy_reference(oracle, prompt, 40)
+        assert len(drafted) <= 5 if limit is None else len(drafted) <= limit
+        assert drafted or limit == 0
+    engine.stop()

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.config import SpeculationConfig, TreeShape
 from runtime.speculation.costs import HOST_RECENT, StepCosts
-from runtime.speculation.depth import Pacer
+from runtime.speculation.depth import RECHECK_STEPS, Pacer
 from runtime.speculation.shape import GREEDY, Ask
 
 # Milliseconds of a plain step and of one with a chain of 5, of SmolLM2-135M on a large card, by number of sessions.
@@ -115,3 +115,27 @@ def test_where_the_host_is_late_in_some_steps_only_depth_costs_in_the_others() -
     assert step_ms(1) == step_ms(5) == pytest.approx(2.0)
     costs.record_host(8, 0.5)
     assert step_ms(1) == pytest.approx(2.0), "what disturbs a single step says nothing"
+
+
+def test_one_choice_holds_for_all_numbers_of_sessions_whose_whole_steps_cost_the_same(monkeypatch: pytest.MonkeyPatch):
+    costs = StepCosts({(num, depth): (1 + 0.1 * depth) / 1000 for num in (8, 16) for depth in range(4)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
+    chosen_for: list[int] = []
+    choose = Pacer._choose
+    monkeypatch.setattr(Pacer, "_choose", lambda self, *args: chosen_for.append(args[2]) or choose(self, *args))
+    for num in (16, 13, 15, 9, 8, 16, 5):
+        pacer.choose([Ask("v", 3)] * num, num, 100)
+    assert chosen_for == [16, 8]
+
+
+def test_all_that_is_old_is_chosen_anew_not_the_last_alone(monkeypatch: pytest.MonkeyPatch):
+    costs = StepCosts({(num, depth): 1e-3 for num in (1, 2) for depth in range(4)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
+    for number in range(4 * RECHECK_STEPS):
+        pacer.choose([Ask("v", 3)] * (1 + number % 2), 1 + number % 2, 100)
+    chosen_for: list[int] = []
+    choose = Pacer._choose
+    monkeypatch.setattr(Pacer, "_choose", lambda self, *args: chosen_for.append(args[2]) or choose(self, *args))
+    pacer.refresh()
+    assert sorted(chosen_for) == [1, 2]
+    assert not pacer.is_due

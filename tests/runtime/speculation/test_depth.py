@@ -555,12 +555,25 @@ def test_looks_at_other_shapes_come_as_often_where_steps_are_held() -> None:
     assert 17 <= num_looks <= 32, "beside looks, what was not seen for long is tried anew"
 
 
-def test_one_choice_holds_for_all_numbers_of_sessions_whose_whole_steps_cost_the_same(monkeypatch: pytest.MonkeyPatch):
-    costs = StepCosts({(num, depth): (1 + 0.1 * depth) / 1000 for num in (8, 16) for depth in range(4)})
-    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=3), costs, whole_steps=True)
-    chosen_for: list[int] = []
-    choose = Pacer._choose
-    monkeypatch.setattr(Pacer, "_choose", lambda self, *args: chosen_for.append(args[2]) or choose(self, *args))
-    for num in (16, 13, 15, 9, 8, 16, 5):
-        pacer.choose([Ask("v", 3)] * num, num, 100)
-    assert chosen_for == [16, 8]
+@pytest.mark.parametrize("asks", [[(GREEDY, 5), (SAMPLED, 5)], [(SAMPLED, 0), (SAMPLED, 5)]], ids=["behind", "beside none"])
+@pytest.mark.parametrize("whole_steps", [False, True])
+def test_what_is_off_is_tried_wherever_its_sessions_stand(whole_steps: bool, asks: list[tuple[str, int]]):
+    table = {(num, depth): (1 + 0.2 * depth) / 1000 for num in (1, 2) for depth in range(6)}
+    costs = StepCosts(table) if whole_steps else Costs({1: 1e-3, 2: 1.05e-3, 16: 4e-3})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN, max_draft_tokens=5), costs, whole_steps=whole_steps)
+
+    def num_sampled(num_steps: int, is_accepted: bool) -> int:
+        num_drafted = 0
+        for _ in range(num_steps):
+            of_step = [Ask("v", limit, kind) for kind, limit in asks]
+            for ask, shape in zip(of_step, pacer.choose(of_step, 2, 100), strict=True):
+                assert shape.depth <= ask.limit
+                if shape.depth:
+                    num_drafted += ask.kind == SAMPLED
+                    is_good = is_accepted or ask.kind == GREEDY
+                    pacer.record_chains((ask.version, ask.kind), shape.depth, [shape.depth * is_good])
+            pacer.refresh()
+        return num_drafted
+
+    assert num_sampled(600, is_accepted=False) < 200
+    assert num_sampled(3000, is_accepted=True) >= 8, "tried, and more where that shows its worth"

@@ -111,7 +111,7 @@ def _agree(one: Network, other: Network, aux_layer_ids: Sequence[int]) -> bool:
     said: list[list[torch.Tensor]] = []
     for network, trial in zip((one, other), trials, strict=True):
         batch = RaggedBatch(trial)
-        logits = network([5, 3, 4], TRIAL_POSITIONS, [0, 2], batch)
+        logits = network([1, 0, 1], TRIAL_POSITIONS, [0, 2], batch)
         assert logits is not None
         states = batch.hidden(aux_layer_ids)
         said.append([logits, states.aux, states.last])

@@ -34,7 +34,7 @@ WARM_UP_ROUNDS = 3  # behind one that captures
 WARM_UP_STEPS = 6  # of a round, in a row, as steps follow each other later
 MAX_SEQUENCES = 2048  # of one step
 MAX_STEPS = 16  # in a row
-MAX_FLIGHTS = 4  # launched and not collected: two steps, each of those that draft and those that do not
+MAX_FLIGHTS = 6  # launched and not collected: two steps, each of those that draft, those that draft less and those that do not
 
 
 @dataclass(eq=False)

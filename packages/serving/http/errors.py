@@ -134,7 +134,18 @@ def response_of(error: Exception) -> JSONResponse:
     return JSONResponse(envelope_of(error), status_of(error), headers)
 
 
+def _let_go(error: BaseException | None) -> None:
+    """Of the frames that it and what led to it came through. They have the request's body and mostly the error itself, so all of
+    that would stay until the garbage collector comes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 async def _own(request: Request, error: Exception) -> JSONResponse:
+    _let_go(error)
     return response_of(error)
 
 
@@ -144,6 +155,7 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    _let_go(error)
     allowed = (error.headers or {}).get("Allow", "another method")
     messages = {
         400: "The body cannot be read as JSON: it is not UTF-8, nested too deeply, or has a number of thousands of digits.",
@@ -157,6 +169,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    _let_go(error)
     first = error.errors()[0]
     inner = (first["ctx"]["name"],) if first["type"] == UNKNOWN_PARAMETER else ()
     param = None if first["type"] == "json_invalid" else param_of((*first["loc"], *inner))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from runtime.errors import (
     CapacityExhausted,
@@ -17,6 +19,7 @@ from runtime.errors import (
     InvalidRequest,
     SessionBusy,
     SessionNotFound,
+    SlipstreamError,
 )
 from serving.http.errors import envelope_of, param_of, status_of
 
@@ -276,3 +279,32 @@ def test_each_class_has_its_status_and_code(error: Exception, status: int, code:
 def test_params_are_written_as_paths() -> None:
     assert param_of(("body", "messages", 0, "content")) == "messages[0].content"
     assert param_of(("body",)) is None
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"json": GOOD | {"messages": [USER | {"content": "word " * 5000}]}},
+        {"json": GOOD | {"nonsense": 1}},
+        {"json": GOOD | {"response_format": json_schema({"type": "string", "pattern": "("})}},
+        {"json": GOOD | {"model": "other"}},
+        {"content": b"{", "headers": {"content-type": "application/json"}},
+    ],
+    ids=["too long", "unknown field", "bad schema", "no such model", "no JSON"],
+)
+def test_nothing_of_a_refused_request_waits_for_the_garbage_collector(running: Running, request_of: dict[str, Any]) -> None:
+    kinds = SlipstreamError, RequestValidationError, json.JSONDecodeError
+
+    def num_errors() -> int:
+        return sum(issubclass(type(one), kinds) for one in gc.get_objects())  # asking an object itself may wake it up
+
+    post(running, "/v1/chat/completions", **request_of)
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_errors()
+        for _ in range(20):
+            assert post(running, "/v1/chat/completions", **request_of).status_code in (400, 404)
+        assert num_errors() < before + 5, "a few may be under way still"
+    finally:
+        gc.enable()

@@ -32,7 +32,7 @@ class Costs:
             max(forward_s[r] for r in self._rows[: i + 1]) for i in range(len(self._rows))
         ]  # more rows never cost less
         self._session_s = session_s
-        self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its bucket
+        self._ratios: dict[tuple[int, int], dict[int, _Recent]] = {}  # (sessions, context), rows, each in its class
         self._levels: dict[tuple[str, int, int], dict[int, _Recent]] = {}  # (version, width, sessions), levels drafted
         self._proposals: dict[tuple[str, int], dict[tuple[int, int], _Recent]] = {}  # (version, width), (sessions, depth)
 
@@ -45,20 +45,20 @@ class Costs:
         return self._expected(num_sessions, num_rows) * self._ratio(num_sessions, num_rows, context)
 
     def record_forward(self, num_sessions: int, num_rows: int, context: int, seconds: float) -> None:
-        place = (bucket(num_sessions), context_bucket(context))
+        place = (size_class(num_sessions), context_bucket(context))
         ratio = seconds / self._expected(num_sessions, num_rows)
         self._ratios.setdefault(place, {}).setdefault(bucket(num_rows), _Recent()).add(ratio)
 
     def is_known(self, num_sessions: int, num_rows: int, context: int) -> bool:
         """Whether real steps like this one were seen."""
-        recent = self._ratios.get((bucket(num_sessions), context_bucket(context)), {}).get(bucket(num_rows))
+        recent = self._ratios.get((size_class(num_sessions), context_bucket(context)), {}).get(bucket(num_rows))
         return recent is not None and recent.is_trusted
 
     def _ratio(self, num_sessions: int, num_rows: float, context: int) -> float:
         """Of real seconds to expected ones: between the nearest numbers of rows that were seen, in this or a shorter context."""
         here = bucket(num_rows)
         for shorter in range(context_bucket(context), -1, -1):
-            seen = self._ratios.get((bucket(num_sessions), shorter), {})
+            seen = self._ratios.get((size_class(num_sessions), shorter), {})
             low = max((rows for rows, recent in seen.items() if rows <= here and recent.is_trusted), default=None)
             high = min((rows for rows, recent in seen.items() if rows >= here and recent.is_trusted), default=None)
             if low is None or high is None or low == high:
@@ -206,6 +206,11 @@ def bucket(number: float) -> int:
     """Numbers that differ by less than about a third share one."""
     number = max(round(number), 1)
     return number if number <= 8 else 8 + 2 * (number.bit_length() - 4) + (number >> (number.bit_length() - 2) & 1)
+
+
+def size_class(num_sessions: int) -> int:
+    """Up to 1, 2, 4, 8, ... sessions: by how much a forward differs from what is expected is much the same for all of these."""
+    return (num_sessions - 1).bit_length()
 
 
 def context_bucket(num_tokens: int) -> int:

@@ -261,12 +261,20 @@ def _take_a_modest_share(config: TrainingConfig, world: World) -> None:
 def _stopping(signals: Sequence[signal.Signals], stop: threading.Event) -> Iterator[None]:
     """These signals set the event; a second one of them does what it usually does."""
     usual = {number: signal.getsignal(number) for number in signals}
+    asked, asking = os.pipe()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        logger.info("%s: stopping after this step", signal.Signals(number).name)
-        stop.set()
+        # Not more: it may have come while this very thread held the event's lock, or a logger's.
+        os.write(asking, bytes([number]))
         signal.signal(number, usual[signal.Signals(number)])
 
+    def set_when_asked() -> None:
+        while number := os.read(asked, 1):
+            logger.info("%s: stopping after this step", signal.Signals(number[0]).name)
+            stop.set()
+
+    listener = threading.Thread(target=set_when_asked, name="signals", daemon=True)
+    listener.start()
     for number in signals:
         signal.signal(number, ask)
     try:
@@ -274,3 +282,6 @@ def _stopping(signals: Sequence[signal.Signals], stop: threading.Event) -> Itera
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+        os.close(asking)
+        listener.join()
+        os.close(asked)

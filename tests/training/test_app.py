@@ -52,3 +52,22 @@ def test_a_trainer_that_starts_again_waits_for_nothing_it_does_not_use() -> None
 def test_every_mode_that_is_no_training_run_has_a_command(mode: Mode) -> None:
     module, _, name = COMMANDS[mode].partition(":")
     assert callable(getattr(import_module(module), name))
+
+
+INTERRUPTED = """
+import os, signal, threading
+from training.app import _stopping
+
+stop = threading.Event()
+before = signal.getsignal(signal.SIGTERM)
+with _stopping([signal.SIGTERM], stop):
+    with stop._cond:  # as `stop.wait` holds it for an instant
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == before, "a second one does what it usually does"
+    assert stop.wait(10)
+"""
+
+
+def test_a_signal_while_the_event_is_in_use_is_heard_and_hangs_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

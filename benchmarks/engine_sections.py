@@ -32,10 +32,8 @@ FULL_ROUNDS = 2  # of the section never, with all depths
 LEAST_AGREED = 8  # tokens of an answer, or it is left out there
 LEAST_EACH, LEAST_REQUESTS = 3, 4  # requests of each place, and of all, there
 HOPEFUL = 0.85  # of the best depth's rate: what comes less near has no part in the rounds after those
-STEADY, MOST_TIMES = (
-    0.01,
-    4,
-)  # standard error of a ratio; a cell's rounds are up to so many times those that all have, until it has it
+STEADY = 0.01  # standard error of a ratio: a cell's rounds go on until it has it,
+MOST_TIMES = 4  # up to so many times the rounds that all have
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,8 @@ from runtime.speculation.costs import Costs
 from runtime.speculation.habit import Habit
 from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
 
-RECHECK_STEPS, MOST_STEPS = (
-    8,
-    32,
-)  # a choice holds for; of whole steps each that turns out the same twice as long, up to the latter
+RECHECK_STEPS = 8  # a choice holds for so many steps;
+MOST_STEPS = 32  # of whole steps each that turns out the same holds twice as long, up to this
 HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
 MAX_HELD = 64  # sets of sessions
 MAX_CHOICES = 512
@@ -172,7 +170,7 @@ class Pacer:
         shared: list[Shape] = []
         for ask in asks:
             group = (ask.version, ask.kind)
-            is_left_out = self._is_trying(group) and places[group] % PROBE_SHARE > 0 if group in shapes else True
+            is_left_out = group not in shapes or (self._is_trying(group) and places[group] % PROBE_SHARE > 0)
             shared.append(PLAIN if is_left_out else shapes[group].cut(ask.limit))
             places[group] += ask.limit > 0
         return shared

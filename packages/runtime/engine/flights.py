@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +15,9 @@ from runtime.speculation.costs import StepCosts
 from runtime.speculation.depth import Pacer
 from runtime.speculation.shape import Group
 
-UNLEARNED, MOST_UNLEARNED = 8, 32  # landings that nothing was learned from yet: after so many the host learns when it has time,
-# or has to
+UNLEARNED, MOST_UNLEARNED = 8, 12  # landings: after so many the host learns of drafts when it has time, or has to
 HARDLY = 0.05  # waited: so much of the device's time
-ENOUGH_CHAINS = 512  # of the last ones: more than averages remember of most batches
+ENOUGH_CHAINS = 256  # of the last ones: what averages remember of most batches
 
 
 class Outcome(NamedTuple):
@@ -37,8 +37,14 @@ class Flight:
     depth: int
     num_steps: int
     began: float
+    has_sampled: bool  # some of them are
     is_typical: bool  # of what the device takes for such a step
     is_alone: bool  # nothing else was to be computed just before it
+
+    @property
+    def num_chains(self) -> int:
+        """That were drafted, if any were."""
+        return len(self.works) * self.num_steps
 
     @property
     def most_tokens(self) -> int:
@@ -52,7 +58,7 @@ class Landed:
     works: list[tuple[Work, Work, Verdicts]]
     flight: Flight
     seconds: float  # from the landing before it, less what was spent elsewhere
-    waited_s: float  # of these, for the device
+    waited_s: float  # of these, for the device, or learned while it had to wait
     device_s: float | None  # that it was at work for this alone
 
     @property
@@ -74,58 +80,62 @@ class Landed:
 
 
 class Lessons:
-    """For the pacer, of steps that landed. Not at each landing, since it takes the host as long as a few sessions' tokens; nor,
-    if that can be helped, where the device may come to wait for the host, behind a prompt most of all."""
+    """For the pacer, of steps that landed: what they took, at once, and what became of drafts, now and then. That, and what is
+    chosen then, takes the host as long as a few sessions' tokens, so it is done while the device keeps the host waiting, if that
+    can be had in time: behind a prompt least of all."""
 
     def __init__(self, pacer: Pacer) -> None:
         self.costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without; none: depths are fixed
         self._pacer = pacer
-        self._landed: list[Landed] = []  # that nothing was learned from yet
-        self._seconds = 0.0  # that the last ones took
+        self._num_landed = 0  # since the last time
+        self._drafted: deque[Landed] = deque()  # of those the last ones with drafts,
+        self._num_chains = 0  # and how many they had
+        self._seconds = 0.0  # that the last time took
 
     def note(self, landed: Sequence[Landed]) -> None:
-        self._landed += landed if self.costs else ()
+        for one in landed if self.costs else ():
+            self._num_landed += 1
+            self._note_costs(one)
+            if one.flight.depth:
+                self._drafted.append(one)
+                self._num_chains += one.flight.num_chains
+                while self._num_chains - self._drafted[0].flight.num_chains >= ENOUGH_CHAINS:
+                    self._num_chains -= self._drafted.popleft().flight.num_chains
 
-    def forget(self) -> None:
-        self._landed.clear()
-
-    def fit_into(self, seconds: float) -> bool:
-        """Whether there are some, and the host waits so long that they cost nothing."""
-        return seconds >= self._seconds and (self._pacer.is_due or len(self._landed) >= UNLEARNED)
-
-    @property
-    def is_overdue(self) -> bool:
-        return len(self._landed) >= MOST_UNLEARNED
-
-    def learn(self, drafter: Drafter | None) -> None:
-        """From all that landed since the last time; of drafts only from those of the drafter that is loaded."""
-        began, num_chains = time.perf_counter(), 0
-        for landed in self._landed:
-            self._learn_costs(landed)
-        while self._landed and num_chains < ENOUGH_CHAINS:
-            num_chains += self._learn_chains(self._landed.pop(), drafter)
-        self._landed.clear()
-        self._pacer.refresh()
-        self._seconds = time.perf_counter() - began
-
-    def _learn_costs(self, landed: Landed) -> None:
+    def _note_costs(self, landed: Landed) -> None:
         flight = landed.flight
-        costs, num = self.costs[has_sampled(flight.works)], len(flight.works)
+        costs, num = self.costs[flight.has_sampled], len(flight.works)
         costs.record_host(num, landed.host_s / flight.num_steps)
         if flight.is_typical and landed.device_s is not None:
             costs.record_device(num, flight.depth, landed.device_s / flight.num_steps)
 
-    def _learn_chains(self, landed: Landed, drafter: Drafter | None) -> int:
-        """How many there were."""
+    def forget(self) -> None:
+        self._drafted.clear()
+        self._num_landed = self._num_chains = 0
+
+    def fit_into(self, seconds: float) -> bool:
+        """Whether there are some, and the host waits so long that they cost nothing."""
+        return seconds >= self._seconds and (self._pacer.is_due or self._num_landed >= UNLEARNED)
+
+    @property
+    def is_overdue(self) -> bool:
+        return self._num_landed >= MOST_UNLEARNED
+
+    def learn(self, drafter: Drafter | None) -> float:
+        """From what became of drafts since the last time, of those of the drafter that is loaded. The seconds it took."""
+        began = time.perf_counter()
+        for landed in self._drafted:
+            self._learn_chains(landed, drafter)
+        self.forget()
+        self._pacer.refresh()
+        self._seconds = time.perf_counter() - began
+        return self._seconds
+
+    def _learn_chains(self, landed: Landed, drafter: Drafter | None) -> None:
         num_accepted: dict[Group, list[int]] = {}
-        for _, launched, verdict in landed.works if landed.flight.depth else ():
+        for _, launched, verdict in landed.works:
             if launched.ask is not None and launched.drafter is drafter:
                 numbers = num_accepted.setdefault((launched.ask.version, launched.ask.kind), [])
                 numbers.extend([size - 1 for size in verdict.sizes])
         for group, numbers in num_accepted.items():
             self._pacer.record_chains(group, landed.flight.depth, numbers)
-        return sum(map(len, num_accepted.values()))
-
-
-def has_sampled(works: Sequence[Work]) -> bool:
-    return any(not work.request.params.is_greedy for work in works)

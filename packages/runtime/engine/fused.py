@@ -27,7 +27,7 @@ from runtime.drafters.base import Drafter
 from runtime.drafters.eagle3 import Eagle3Drafter
 from runtime.drafters.none import NoDrafter
 from runtime.engine.drafting import Drafting, ask_for
-from runtime.engine.flights import Flight, Landed, Lessons, Outcome, has_sampled
+from runtime.engine.flights import Flight, Landed, Lessons, Outcome
 from runtime.engine.request import Request
 from runtime.engine.work import Work
 from runtime.errors import EngineUnavailable
@@ -70,6 +70,7 @@ class FusedSteps:
         self._steps: deque[list[Flight]] = deque()  # under way: of each those that draft and those that do not
         self._landed_at = 0.0
         self._waited_s = 0.0  # for the last one that landed
+        self._learned_s = 0.0  # that would have been a wait for the next one
         self._elsewhere_s = 0.0  # that the host spent on the general way since then
         self._seconds: dict[tuple[int, int], float] = {}  # of steps by number of sessions and depth, as first measured
         self._lessons = Lessons(self._pacer)
@@ -162,7 +163,9 @@ class FusedSteps:
         live = [work for work in works if not work.is_settling]
         if self._steps:
             self._take_off_ahead(live)
-            if self._lessons.is_overdue or (self._lessons.fit_into(self._waited_s) and not self._decoder.has_landed()):
+            if self._lessons.fit_into(self._waited_s) and not self._decoder.has_landed():
+                self._learned_s = self._lessons.learn(self._loaded)
+            elif self._lessons.is_overdue:
                 self._lessons.learn(self._loaded)
         landed = [self._land(flight, works) for flight in (self._steps.popleft() if self._steps else ())]
         if not self._steps:
@@ -243,7 +246,7 @@ class FusedSteps:
                 drafting.append(work)
         asks = [work.ask for work in drafting if work.ask is not None]
         if costs := self._lessons.costs:
-            self._pacer.costs = costs[has_sampled(works)]
+            self._pacer.costs = costs[any(not work.request.params.is_greedy for work in works)]
         shapes = self._pacer.held(asks, len(works)) if asks else []
         if shapes is None:
             shapes = self._pacer.choose(asks, len(works), _context(works))
@@ -267,7 +270,8 @@ class FusedSteps:
         is_typical = self._decoder.launch(caches, histories, sampled, depth, num_steps)
         self.num_steps += num_steps
         requests = {id(work.request) for work in works}
-        return Flight(works, requests, caches, depth, num_steps, began, is_typical, self._is_alone)
+        has_sampled = any(one is not None for one in sampled)
+        return Flight(works, requests, caches, depth, num_steps, began, has_sampled, is_typical, self._is_alone)
 
     def _num_in_a_row(self, works: list[Work], depth: int, num_ahead: Mapping[int, int]) -> int:
         """Steps before the host looks again: as many as are of use to somebody, and stay within the model's positions."""
@@ -297,15 +301,15 @@ class FusedSteps:
             work = present.get(id(launched.request))
             mine.append(None if work is None or work.request.session.cache != cache else work)
         emitted = self._decoder.collect([work is not None for work in mine])
-        self._waited_s = emitted.waited_s
+        self._waited_s, self._learned_s = emitted.waited_s + self._learned_s, 0.0
         began, self._landed_at = max(flight.began, self._landed_at), time.perf_counter()
-        seconds, self._elsewhere_s = max(self._landed_at - began - self._elsewhere_s, emitted.waited_s), 0.0
+        seconds, self._elsewhere_s = max(self._landed_at - began - self._elsewhere_s, self._waited_s), 0.0
         landed: list[tuple[Work, Work, Verdicts]] = []
         for index, (work, launched, new) in enumerate(zip(mine, flight.works, emitted.tokens, strict=True)):
             if work is not None and new:
                 sizes = (1,) * len(new) if not flight.depth else emitted.sizes[index] if emitted.sizes else (len(new),)
                 landed.append((work, launched, Verdicts(new, sizes)))
-        return Landed(landed, flight, seconds, emitted.waited_s, emitted.device_s)
+        return Landed(landed, flight, seconds, self._waited_s, emitted.device_s)
 
 
 def _cache(work: Work) -> int:

@@ -26,8 +26,7 @@ from runtime.speculation.costs import Costs
 from runtime.speculation.habit import Habit
 from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
 
-RECHECK_STEPS = 8  # a choice holds for so many steps;
-MOST_STEPS = 32  # of whole steps each that turns out the same holds twice as long, up to this
+RECHECK_STEPS = 8  # a choice holds for so many steps
 HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked at all
 MAX_HELD = 64  # sets of sessions
 MAX_CHOICES = 512
@@ -57,7 +56,7 @@ class Pacer:
         self._confidence: dict[Group, Confidence] = {}
         self._habits: dict[Group, Habit] = {}
         self._choices: dict[Hashable, _Choice] = {}  # by what they were made for
-        self._choice = _Choice({}, 0.0, 0, 0)  # the last one
+        self._choice = _Choice({}, 0.0, 0)  # the last one
         self._due: dict[Hashable, tuple[Costs, Limits, int, int]] = {}  # what `refresh` is to choose for, by signature
         self._held: dict[Hashable, _Held] = {}  # what was said, by the sessions it was said of
         self._num_held = 0  # steps for which nothing was asked, since `choose` was
@@ -120,7 +119,7 @@ class Pacer:
         groups = tuple((group, max(of_one), size(of_one.total())) for group, of_one in limits.items())
         signature = (id(self.costs), size(num_sessions), groups)
         choice = self._choices.get(signature)
-        is_old = choice is not None and self._num_steps - choice.made_at >= choice.num_steps
+        is_old = choice is not None and self._num_steps - choice.made_at >= RECHECK_STEPS
         if choice is None or (is_old and not self._whole_steps):
             return self._choose(signature, limits, num_sessions, context)
         if is_old:
@@ -132,10 +131,7 @@ class Pacer:
             self._choices.clear()
         self._learn()
         shapes, rate = self._best(limits, num_sessions, context)
-        before, num_steps = self._choices.get(signature), RECHECK_STEPS
-        if self._whole_steps and before is not None and before.shapes == shapes:
-            num_steps = min(2 * before.num_steps, MOST_STEPS)
-        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps, num_steps)
+        choice = self._choices[signature] = _Choice(shapes, rate, self._num_steps)
         return choice
 
     @property
@@ -379,7 +375,6 @@ class _Choice(NamedTuple):
     shapes: dict[Group, Shape]
     rate: float  # tokens a second that they promise
     made_at: int  # step
-    num_steps: int  # that it holds for
 
 
 @dataclass

@@ -8,7 +8,7 @@ from runtime.engine.flights import Flight, Landed
 
 
 def landed(seconds: float, waited_s: float, device_s: float | None, is_alone: bool) -> Landed:
-    flight = Flight([], set(), [], depth=3, num_steps=1, began=0.0, is_typical=True, is_alone=is_alone)
+    flight = Flight([], set(), [], depth=3, num_steps=1, began=0.0, has_sampled=False, is_typical=True, is_alone=is_alone)
     return Landed([], flight, seconds, waited_s, device_s)
 
 

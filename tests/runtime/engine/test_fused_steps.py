@@ -156,7 +156,7 @@ def test_what_was_read_before_a_step_is_not_taken_off_its_time(target: Target, t
     engine.stop()
 
 
-def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_all_have_ended(
+def test_what_every_landing_took_is_learned_and_no_drafts_are_held_for_that_where_all_have_ended(
     target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     landed, learned = [], []
@@ -170,7 +170,7 @@ def test_the_pacer_learns_from_every_landing_and_nothing_is_held_for_it_where_al
     engine.stop()
     fused = engine._stepper._fused
     assert fused is not None
-    assert not fused._lessons._landed
+    assert not fused._lessons._drafted
     assert learned == [len(part.flight.works) for part in landed]
     assert len(learned) > UNLEARNED
     [acceptance] = fused._pacer._acceptance.values()
@@ -183,7 +183,7 @@ def test_the_pacer_learns_while_the_host_has_time_and_now_and_then_where_it_has_
 ):
     numbers = []
     learn = Lessons.learn
-    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: numbers.append(len(self._landed)) or learn(self, drafter))
+    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: numbers.append(self._num_landed) or learn(self, drafter))
     [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
     decoder.waited_s = waited_s
     Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
@@ -199,12 +199,12 @@ def test_of_many_drafts_the_last_are_enough_and_of_what_steps_took_all_counts(
     record_chains, record_host, learn = Pacer.record_chains, StepCosts.record_host, Lessons.learn
     monkeypatch.setattr(Pacer, "record_chains", lambda *args: num_chains.append(len(args[3])) or record_chains(*args))
     monkeypatch.setattr(StepCosts, "record_host", lambda *args: num_landed.append(args[1]) or record_host(*args))
-    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: before.append(len(self._landed)) or learn(self, drafter))
+    monkeypatch.setattr(Lessons, "learn", lambda self, drafter: before.append(len(self._drafted)) or learn(self, drafter))
     [decoder], engine = make_engine(target, tokenizer, SpeculationConfig(max_draft_tokens=3))
     Fused(engine, decoder).begin(prompt_of(1, 9), replace(GREEDY, max_tokens=200)).wait()
     engine.stop()
-    assert len(num_landed) == sum(before)
-    assert 0 < sum(num_chains) <= 3 * sum(number > 0 for number in before) < len(num_landed)
+    assert max(before) == 3
+    assert sum(before) == sum(num_chains) < len(num_landed)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])

@@ -18,6 +18,7 @@ from runtime.speculation.shape import Group
 UNLEARNED, MOST_UNLEARNED = 8, 12  # landings: after so many the host learns of drafts when it has time, or has to
 HARDLY = 0.05  # waited: so much of the device's time
 ENOUGH_CHAINS = 256  # of the last ones: what averages remember of most batches
+ENOUGH_TOKENS = 1024  # to tell how many steps are idle: several turns' mostly
 
 
 class Outcome(NamedTuple):
@@ -42,8 +43,8 @@ class Flight:
     is_alone: bool  # nothing else was to be computed just before it
 
     @property
-    def num_chains(self) -> int:
-        """That were drafted, if any were."""
+    def num_rows(self) -> int:
+        """Steps of one session each."""
         return len(self.works) * self.num_steps
 
     @property
@@ -79,6 +80,28 @@ class Landed:
         return outcomes
 
 
+@dataclass
+class Use:
+    """What became of steps, of one session each, and of their tokens."""
+
+    num_missed: int = 0  # begun, and not there any more when they landed: the turn had ended with the step before
+    num_landed: int = 0
+    num_emitted: int = 0  # tokens, by those
+    num_taken: int = 0  # of which so many became history, until turns ended
+
+    def add(self, landed: Landed) -> None:
+        flight, num_works = landed.flight, len(landed.works)
+        self.num_missed += (len(flight.works) - num_works) * flight.num_steps
+        self.num_landed += num_works * flight.num_steps
+        self.num_emitted += sum([len(verdict.token_ids) for _, _, verdict in landed.works])
+
+    @property
+    def num_idle(self) -> float:
+        """Steps for nothing, since a turn had ended before, which nobody knew when they began."""
+        share_taken = self.num_taken / self.num_emitted if self.num_emitted else 1.0
+        return self.num_missed + self.num_landed * max(1.0 - share_taken, 0.0)
+
+
 class Lessons:
     """For the pacer, of steps that landed: what they took, at once, and what became of drafts, now and then. That, and what is
     chosen then, takes the host as long as a few sessions' tokens, so it is done while the device keeps the host waiting, if that
@@ -87,6 +110,7 @@ class Lessons:
     def __init__(self, pacer: Pacer) -> None:
         self.costs: dict[bool, StepCosts] = {}  # of steps with a sampled session, and of those without; none: depths are fixed
         self._pacer = pacer
+        self._use = Use()
         self._num_landed = 0  # since the last time
         self._drafted: deque[Landed] = deque()  # of those the last ones with drafts,
         self._num_chains = 0  # and how many they had
@@ -95,12 +119,20 @@ class Lessons:
     def note(self, landed: Sequence[Landed]) -> None:
         for one in landed if self.costs else ():
             self._num_landed += 1
+            self._use.add(one)
             self._note_costs(one)
             if one.flight.depth:
                 self._drafted.append(one)
-                self._num_chains += one.flight.num_chains
-                while self._num_chains - self._drafted[0].flight.num_chains >= ENOUGH_CHAINS:
-                    self._num_chains -= self._drafted.popleft().flight.num_chains
+                self._num_chains += one.flight.num_rows
+                while self._num_chains - self._drafted[0].flight.num_rows >= ENOUGH_CHAINS:
+                    self._num_chains -= self._drafted.popleft().flight.num_rows
+
+    def note_taken(self, num_tokens: int) -> None:
+        """How many tokens of what was noted last became history."""
+        self._use.num_taken += num_tokens
+        if self._use.num_taken >= ENOUGH_TOKENS:
+            self._pacer.record_idle(self._use.num_idle / self._use.num_taken, self._use.num_taken)
+            self._use = Use()
 
     def _note_costs(self, landed: Landed) -> None:
         flight = landed.flight

@@ -152,6 +152,10 @@ class FusedSteps:
                 not self._only_trees and isinstance(active, Eagle3Drafter) and self._decoder.load_drafter(active.model)
             )
 
+    def note_taken(self, num_tokens: int) -> None:
+        """How many tokens of what `run` said became history."""
+        self._lessons.note_taken(num_tokens)
+
     def spent_elsewhere(self, seconds: float) -> None:
         """On the general way, between two steps here."""
         self._elsewhere_s += seconds

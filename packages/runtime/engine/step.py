@@ -281,7 +281,7 @@ class Stepper:
 
     def _advance(self, fused: FusedSteps, works: list[Work]) -> None:
         """A step of these that the device makes by itself."""
-        num_before = fused.num_steps
+        steps_before, tokens_before = fused.num_steps, self._stats.generation_tokens
         try:
             outcomes = fused.run(works)
         except Exception as error:
@@ -291,12 +291,13 @@ class Stepper:
             self._fail(works, error)
             return
         finally:
-            self._stats.num_target_forwards += fused.num_steps - num_before
+            self._stats.num_target_forwards += fused.num_steps - steps_before
         for outcome in outcomes:
             try:
                 self._keep(fused, outcome)
             except Exception as error:
                 self._give_up(outcome.work.request, error)
+        fused.note_taken(self._stats.generation_tokens - tokens_before)
 
     def _keep(self, fused: FusedSteps, outcome: Outcome) -> None:
         """As `_commit`, but the K/V is there already, and too much of it where the turn ends early."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from statistics import fmean, median
 
 RECENT = 16  # observations that a median is taken of
-HOST_RECENT = 64  # of what the host did, which is of two kinds, beside prompts and not
+HOST_RECENT = 32  # of what the host did, which is of two kinds, beside prompts and not
 TRUSTED = 3  # observations that make one
 LEAST_SHARE = 0.1  # of what a step was measured to take, whatever real ones seem to take
 TELLING_STEPS = 8  # of one depth after those of another

@@ -6,6 +6,8 @@ whole batch, by what drafts of this kind gained lately (`acceptance`) and what a
     tokens    sum over sessions of 1 + gain(depth)
     seconds   forward(sessions + drafted nodes) + proposal(depth)
 
+Whole steps begin before it is known who has ended, so each turn takes a few steps more, and time for these.
+
 Certain drafts that say how sure they are get cut once more when they are there: nodes that are not worth their row are not
 verified. Sampled chains are never cut, since what is cut must not depend on what was drawn. Now and then, for a few steps,
 drafts are made where none are worth it, none where they are, or they are left uncut, go deeper, less deep or have the other
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 from runtime.config import SpeculationConfig, SpeculationMode, TreeShape
 from runtime.drafters.base import Draft, IsEnough
-from runtime.speculation.acceptance import MEMORY, Acceptance, Confidence
+from runtime.speculation.acceptance import MEMORY, Acceptance, Average, Confidence
 from runtime.speculation.costs import Costs
 from runtime.speculation.habit import Habit
 from runtime.speculation.shape import PLAIN, SAMPLED, Ask, Group, Shape
@@ -31,6 +33,7 @@ HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked a
 MAX_HELD = 64  # sets of sessions
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
+IDLE_MEMORY = 4096  # tokens
 TREE_DOUBT = 1.05  # a tree must promise so much more than a chain, where both may be: less is known of the many trees
 UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
@@ -38,6 +41,7 @@ PROBE_SHARE = 8  # one of so many sessions takes part
 PROBE_WEIGHT = 8  # observations that the past counts for when a probe begins
 MEMORY_PER_SESSION = (4, 8)  # observations more that averages remember for each session of the batch; of whole steps
 PLAIN_EVERY, FIRST_PLAIN_EVERY = 256, 16  # steps with drafts; the latter until the cost of plain ones is known
+NEVER_PLAIN = 1.5  # where drafts promise so much more, what plain steps cost need not be known exactly
 OTHER_STEPS = 4  # of a look at the other width, deeper, or less deep
 
 Limits = dict[Group, Counter[int]]  # how many sessions can use so many levels
@@ -64,6 +68,7 @@ class Pacer:
         self._num_steps = 0
         self._num_sessions = 0  # in the last step
         self._num_drafting = 0  # steps since the last one that was plain to know its cost
+        self._idle = Average(0.0, 0.0)  # steps of a session that were for nothing, for each token
 
     @property
     def is_adaptive(self) -> bool:
@@ -151,7 +156,8 @@ class Pacer:
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
-        if not self._costs.learns_from_plain:
+        plain_rate = num_sessions / self._costs.forward(num_sessions, num_sessions, context)
+        if not self._costs.learns_from_plain or self._choice.rate > NEVER_PLAIN * plain_rate:
             return False
         self._num_drafting += 1
         gap = PLAIN_EVERY if self._costs.is_known(num_sessions, num_sessions, context) else FIRST_PLAIN_EVERY
@@ -215,6 +221,7 @@ class Pacer:
                 more_tokens, more_rows, more_seconds = promise
                 forward = self._costs.forward(num_sessions, rows + more_rows, context)
                 rate = (tokens + more_tokens) / (forward + seconds + more_seconds)
+                rate /= 1.0 + self._idle.value * (tokens + more_tokens) / num_sessions
                 rate *= IS_BETTER if shape in (PLAIN, habit.shape) else 1.0
                 rate /= TREE_DOUBT if shape.width > 1 and 1 in widths else 1.0
                 if rate > best_rate:
@@ -312,6 +319,11 @@ class Pacer:
         """What became of a step's chains of which no confidences are known, whole as they were asked for."""
         if self.is_adaptive:
             self._fates.setdefault((group, depth), []).extend(num_accepted)
+
+    def record_idle(self, num_steps: float, num_tokens: int) -> None:
+        """Of whole steps, which begin before it is known who has ended: how many steps of a session are for nothing, for each of
+        so many tokens. The deeper the drafts, the fewer steps a turn has, and the more these weigh."""
+        self._idle.add(num_steps, IDLE_MEMORY, num_tokens)
 
     def _learn(self) -> None:
         """From the chains since the last choice, which took no time step by step."""

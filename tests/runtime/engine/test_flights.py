@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from runtime.engine.flights import Flight, Landed
+from runtime.engine.flights import Flight, Landed, Use
+from runtime.engine.work import Work
+from runtime.speculation.accept import Verdicts
 
 
 def landed(seconds: float, waited_s: float, device_s: float | None, is_alone: bool) -> Landed:
@@ -28,3 +32,15 @@ def test_of_a_step_beside_prompts_only_its_own_time_on_the_device_counts() -> No
 def test_where_the_host_hardly_waited_beside_prompts_it_is_what_takes_the_time() -> None:
     """How long the device stood still is not known; that it did is."""
     assert landed(2.0, 0.01, 1.1, is_alone=False).host_s == pytest.approx(1.99)
+
+
+def test_idle_is_what_was_begun_and_brought_no_token_that_was_taken() -> None:
+    """Three sessions for two steps each: one brings 3 + 1 tokens, one 2 + 2, of which its turn takes the first, and of the third
+    the turn had ended before."""
+    work = cast(Work, None)  # nobody looks at it
+    flight = Flight([work] * 3, set(), [], depth=3, num_steps=2, began=0.0, has_sampled=False, is_typical=True, is_alone=True)
+    verdicts = [Verdicts([1, 2, 3, 4], (3, 1)), Verdicts([5, 6, 7, 8], (2, 2))]
+    use = Use()
+    use.add(Landed([(work, work, verdict) for verdict in verdicts], flight, 1.0, 0.0, 1.0))
+    use.num_taken = 4 + 1
+    assert use.num_idle == pytest.approx(2 + 3 / 2), "at two tokens a step"

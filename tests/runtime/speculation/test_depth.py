@@ -437,6 +437,20 @@ def test_where_the_host_takes_the_time_depth_costs_nothing() -> None:
     assert costs.forward(1, 1, 100) == 1.0, "with other numbers of sessions it may be otherwise"
 
 
+def test_the_more_steps_are_for_nobody_the_less_deep_are_drafts() -> None:
+    """Behind the end of each turn there are as many, however deep."""
+    costs = StepCosts({(8, depth): 1.0 + 0.1 * depth for depth in range(8)})
+    pacer = Pacer(SpeculationConfig(shape=TreeShape.CHAIN), costs, whole_steps=True)
+    reached = [round(10_000 * 0.8**level) for level in range(8)]
+    ended = [more - fewer for more, fewer in pairwise([*reached, 0])]
+    pacer.record_chains(("v", GREEDY), 7, [level for level, number in enumerate(ended) for _ in range(number)])
+    asks = [Ask("v", 7)] * 8
+    assert pacer.choose(asks, 8, 0) == [Shape(6)] * 8
+    pacer.record_idle(0.5, 1000)
+    pacer.forget("another")
+    assert pacer.choose(asks, 8, 0) == [Shape(3)] * 8
+
+
 def test_what_steps_take_beyond_the_table_is_told_by_those_of_any_depth() -> None:
     costs = StepCosts({(8, depth): 1.0 + 0.1 * depth for depth in range(6)})
 

@@ -87,8 +87,8 @@ class Plan:
     def on(self, device: str) -> Plan:
         if device == "cpu":
             return self
-        # As many that a cell takes about a second: it takes a tenth of one to notice that the domain is another.
         more = (*self.batch_sizes, 32, 64)
+        # So many that a cell takes about a second: that the domain is another is noticed within two tenths of one.
         tokens = {"never_tokens": 256, "place_tokens": 1024, "cell_tokens": 2048}
         return replace(self, batch_sizes=more, concurrencies=more, forward_rounds=100, **tokens)
 

@@ -33,7 +33,7 @@ HELD_STEPS = 7  # more of the same sessions, there, for which nothing is asked a
 MAX_HELD = 64  # sets of sessions
 MAX_CHOICES = 512
 IS_BETTER = 1.02  # a new shape must promise so much more than the present one, and any shape than none
-IDLE_MEMORY = 4096  # tokens
+IDLE_MEMORY = 4096  # tokens for which it is remembered how many steps are for nothing
 TREE_DOUBT = 1.05  # a tree must promise so much more than a chain, where both may be: less is known of the many trees
 UNCUT_EVERY = 16  # steps
 PROBE_DEPTH, PROBE_STEPS = 2, 2
@@ -156,8 +156,9 @@ class Pacer:
 
     def _is_plain_due(self, num_sessions: int, context: int) -> bool:
         """Whether it is time for a step without drafts, to know what it costs."""
-        plain_rate = num_sessions / self._costs.forward(num_sessions, num_sessions, context)
-        if not self._costs.learns_from_plain or self._choice.rate > NEVER_PLAIN * plain_rate:
+        if not self._costs.learns_from_plain:
+            return False
+        if self._choice.rate * self._costs.forward(num_sessions, num_sessions, context) > NEVER_PLAIN * num_sessions:
             return False
         self._num_drafting += 1
         gap = PLAIN_EVERY if self._costs.is_known(num_sessions, num_sessions, context) else FIRST_PLAIN_EVERY
